@@ -61,6 +61,12 @@ def test_many_calls_of_several_lines_left_out_are_skipped_unless_the_one_behind_
     assert _told(pair(rounds + "AX", rounds + "AB").by_habit(66)) == ("extra", 67, 1)
 
 
+def test_a_call_made_once_more_than_ever_in_a_row_is_extra_although_it_also_comes_later() -> None:
+    """FSDP2: gathers and scatters of one line; rank 1 uses one expert more and gathers it in backward."""
+    rounds = 3 * "GAAXY"
+    assert _told(pair(rounds + "GAAA", rounds + "GAAX").by_habit(18)) == ("extra", 19, 1)
+
+
 def test_a_rank_that_stops_repeating_a_call_and_is_back_in_its_main_loop_skipped_it() -> None:
     """The first validation: rank 1 has one batch fewer and trains on. A call more often made than the loop's is none more."""
     assert _told(pair("TTTTVVVT", "TTTTVVVV").by_habit(7)) == ("skipped", 8, 1)

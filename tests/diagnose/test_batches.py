@@ -64,7 +64,7 @@ def test_the_call_inside_the_batch_is_named_with_its_line(tmp_path: Path) -> Non
     sentence = _verdict(_diagnose(tmp_path, batches)).sentence
     assert "rank 1 called all_reduce (call 2 of a batch) #3" in sentence
     assert "train.py:21" in sentence
-    assert "with in [5] out [5], where ranks 0, 2 had in [8] out [8]" in sentence
+    assert "with size [5], where ranks 0, 2 had size [8]" in sentence
 
 
 def test_a_batch_with_fewer_calls_is_a_mismatch(tmp_path: Path) -> None:

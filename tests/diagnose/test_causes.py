@@ -226,12 +226,12 @@ def test_stacks_turn_missing_into_stuck_with_the_line() -> None:
     now = RankNow(5, "dataloader_wait", "data.py:88 in next_batch", "waits for worker 3")
     verdict = expect(diagnose(traces, stacks=[now]), "stuck_before_collective", 5)
     assert verdict.where == "data.py:88 in next_batch"
-    assert "it is at data.py:88 in next_batch" in verdict.sentence
+    assert "it waits for its DataLoader at data.py:88 in next_batch" in verdict.sentence
     assert "rank 5: waits for worker 3" in verdict.evidence  # whose evidence it is
-    assert verdict.advice == ("look at data.py:88 in next_batch: rank 5 is there now",)
+    assert verdict.advice == ("check data.py:88 in next_batch: rank 5 is there now",)
     locked = verdict_of(diagnose(traces, stacks=[replace(now, cause="lock_deadlock")]))
     assert (
-        "it is at data.py:88 in next_batch (lock wait)" in locked.sentence
+        "it waits for a lock at data.py:88 in next_batch" in locked.sentence
     )  # its holder may wait for the network
 
 
@@ -240,12 +240,12 @@ def test_who_looks_again_and_again_may_wait_for_what_another_rank_left_out() -> 
     traces = traces_of(with_change(LAYOUT.programs(8), 5, AT, STUCK), "gloo")
     polls = "looks again and again in arrive (save.py:6) whether `store.add(tag, 0) < 8` has changed"
     verdict = verdict_of(diagnose(traces, stacks=[RankNow(5, "sleep", "save.py:6 in arrive", polls)]))
-    assert verdict.confidence == 0.75 and "(looks again and again for a change)" in verdict.sentence
-    (missing,) = verdict.missing_evidence
     assert (
-        missing
-        == "who should make that change: perhaps a rank that waits here and passed that line without it"
+        verdict.confidence == 0.75
+        and "; it looks again and again for a change at save.py:6" in verdict.sentence
     )
+    (missing,) = verdict.missing_evidence
+    assert missing == "which rank should make that change: perhaps a rank that waits here and skipped it"
 
 
 def test_of_several_ranks_that_have_not_come_the_one_that_was_seen_is_named() -> None:
@@ -256,7 +256,9 @@ def test_of_several_ranks_that_have_not_come_the_one_that_was_seen_is_named() ->
     ).traces()
     now = RankNow(1, "file_lock_wait", "data.py:8 in lock", "waits for a lock on a file")
     verdict = verdict_of(diagnose(traces, stacks=[now]))
-    assert verdict.ranks == (0, 1) and "; rank 1 is at data.py:8 in lock" in verdict.sentence
+    assert (
+        verdict.ranks == (0, 1) and "; rank 1 waits for a file lock at data.py:8 in lock" in verdict.sentence
+    )
 
 
 def test_a_rank_whose_program_has_ended_is_not_looked_for_in_the_thread_that_keeps_it() -> None:
@@ -388,7 +390,7 @@ def test_each_stack_says_what_it_is_and_the_live_one_comes_first() -> None:
     assert verdict.stacks[0] == ((5,), live)
     assert verdict.stack_labels[:3] == ("live", "last finished call", "in this call")
     assert len(verdict.stack_labels) == len(verdict.stacks)
-    assert verdict.advice == ("look at data.py:88 in next_batch: rank 5 is there now",)
+    assert verdict.advice == ("check data.py:88 in next_batch: rank 5 is there now",)
     without = expect(diagnose(traces), "missing_rank", 5)
     assert without.stack_labels[0] == "last finished call"
 
@@ -403,5 +405,5 @@ def test_a_rank_that_waits_for_a_file_lock_of_one_that_waits_for_it_is_told_who_
         1, "file_lock_wait", "data.py:8 in lock", "waits for a lock on a file, held by rank 0", held_by=0
     )
     verdict = verdict_of(diagnose(traces, stacks=[now]))
-    assert "data.py:8 in lock (file lock wait, rank 0 holds the lock)" in verdict.sentence
+    assert "waits for a file lock at data.py:8 in lock (rank 0 holds the lock)" in verdict.sentence
     assert verdict.advice == ("let rank 0 release the lock before it enters barrier #21 of group default_pg",)

@@ -65,7 +65,7 @@ def test_the_sentence_states_what_each_side_passed() -> None:
     assert "gives rank 2 10 elements" in verdict.sentence
     assert "rank 2 expects 5" in verdict.sentence
     assert "rank 1: in [7, 5] out [6, 5]" in " ".join(verdict.evidence)
-    assert "ranks 0, 2: in [6, 5] out [6, 5]" in " ".join(verdict.evidence)
+    assert "ranks 0, 2: size [6, 5]" in " ".join(verdict.evidence)
 
 
 def test_a_rank_in_all_disagreements_is_named_whatever_the_totals() -> None:

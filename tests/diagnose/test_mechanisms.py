@@ -205,5 +205,40 @@ def test_a_rank_that_has_left_its_loop_of_messages_is_asked_for_the_end_of_the_l
     verdict = expect(found, "p2p_mismatch", 0)
     assert not verdict.missing_evidence
     assert verdict.advice[0].startswith(
-        "look for a condition, exception or early end of a loop that lets rank 0"
+        "look for a condition, an exception or an early end of a loop that makes rank 0"
     )
+
+
+def test_a_branch_of_one_function_that_names_another_root_is_not_one_more_call() -> None:
+    """`gather(group_dst=1)` in one branch and `gather(dst=1)` in the other."""
+    usual = [Do("all_reduce", line=10), Do("gather", root=1, line=20)] * 6
+    odd = [*usual[:9], Do("gather", root=2, line=21), *usual[10:]]
+    traces = run({"world": (0, 1, 2)}, {0: usual, 1: usual, 2: odd}, backend="gloo").traces()
+    expect(diagnose(traces), "root_mismatch", 2)
+
+
+@pytest.mark.parametrize(("odd", "sentence"), [
+    (Do("all_reduce", line=33), "rank 2 made an extra all_reduce #10 of group default_pg at train.py:33 in step, where ranks 0, 1 called all_reduce at train.py:20 in step"),
+    (Do("all_reduce", size=5, line=33), "rank 2 made an extra all_reduce #10 of group default_pg at train.py:33 in step, where ranks 0, 1 called all_reduce at train.py:20 in step"),
+])  # fmt: skip
+def test_calls_of_one_helper_are_told_apart_by_the_lines_that_call_it(odd: Do, sentence: str) -> None:
+    """Every call goes through `reduce` in util.py: its line alone says nothing."""
+    usual = [Do("all_reduce", line=10), Do("all_reduce", line=20)] * 12
+    programs = {0: usual, 1: usual, 2: [*usual[:9], odd, *usual[9:]]}
+    traces = run({"world": (0, 1, 2)}, programs, backend="gloo").traces()
+    helper = Frame("reduce", "/home/me/util.py", 5)
+    stacks = (tuple((s[0], helper, *s[1:]) if s else s for s in trace.stacks) for trace in traces)
+    found = diagnose([replace(trace, stacks=one) for trace, one in zip(traces, stacks, strict=True)])
+    verdict = expect(found, "extra_collective", 2)
+    assert verdict.sentence.startswith(sentence), verdict.sentence
+
+
+def test_a_call_of_another_kind_through_one_helper_is_told_by_the_lines_that_call_it() -> None:
+    usual = [Do("all_reduce", line=10), Do("all_reduce", line=20)] * 6
+    odd = [*usual[:9], Do("broadcast", line=33), *usual[10:]]
+    traces = run({"world": (0, 1, 2)}, {0: usual, 1: usual, 2: odd}, backend="gloo").traces()
+    helper = Frame("comm", "/home/me/util.py", 5)
+    stacks = (tuple((s[0], helper, *s[1:]) if s else s for s in trace.stacks) for trace in traces)
+    found = diagnose([replace(trace, stacks=one) for trace, one in zip(traces, stacks, strict=True)])
+    verdict = expect(found, "type_mismatch", 2)
+    assert "at train.py:33 in step" in verdict.sentence and verdict.where == "train.py:33 in step"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.model.diagnosis import Diagnosis, RankNow
-from allranks.model.trace import Frame, Progress, Rendezvous
+from allranks.model.trace import Frame, Group, Progress, Rendezvous
 
 from .histories import START_NS, STUCK, Do, expect, run, verdict_of
 
@@ -66,6 +66,73 @@ def test_a_rank_that_waits_in_its_next_call_for_one_inside_new_group_is_told_to_
     assert (
         diagnose([], stacks=[replace(seen[0], cause="store_wait"), seen[1]]).verdict is None
     )  # a key of its own
+
+
+def _making(*progress: Progress, made: dict[int, tuple[int, ...]] | None = None) -> Diagnosis:
+    """Four ranks, some of them inside new_group; `made`: the members of group 1 as ranks know it."""
+    traces = run(
+        {"world": (0, 1, 2, 3)}, {r: [Do("all_reduce")] * 5 for r in range(4)}, backend="gloo"
+    ).traces()
+    now = max(int(t.calls["completed_ns"].max()) for t in traces)
+    boxes = []
+    for rank, (trace, mark) in enumerate(zip(traces, progress, strict=True)):
+        own = (Group("1", "", made[rank], "gloo"),) if made and rank in made else ()
+        mark = replace(mark, inside_ns=now)
+        boxes.append(replace(trace, kind="black box 2", progress=mark, groups=(*trace.groups, *own)))
+    return diagnose(boxes, options=DiagnoseOptions(now_ns=now + 60 * 10**9))
+
+
+def _inside(setups: int, *members: int, alone: bool = False) -> Progress:
+    return Progress(inside="new_group", setups=setups, members=members, alone=alone)
+
+
+def test_a_rank_that_lists_other_members_for_one_call_of_new_group_is_named() -> None:
+    """new_subgroups_by_enumeration with the hosts in another order: rank 2 takes rank 0's place and both get out."""
+    made = {1: (0, 1), 2: (2, 3)}
+    found = _making(_inside(1, 0, 1), Progress(setups=3), Progress(setups=3), _inside(2, 2, 3), made=made)
+    verdict = expect(found, "order_inversion", 2)
+    assert verdict.sentence.startswith(
+        "rank 2 called new_group for ranks 2, 3, where ranks 0, 1 called it for ranks 0, 1; 2 ranks have"
+    )
+
+
+def test_ranks_that_wait_in_a_group_which_one_made_for_other_members_are_not_the_fault_of_the_network() -> (
+    None
+):
+    """Everybody got out of new_group: rank 3 took rank 2's place in the group of ranks 1 and 2."""
+    groups = {"world": (0, 1, 2, 3), "pair": (1, 2)}
+    programs = {
+        rank: [Do("all_reduce")] * 5 + [Do("all_reduce", "pair")] * (rank == 2) + [Do("all_reduce")]
+        for rank in range(4)
+    }
+    traces = run(groups, programs, backend="gloo").traces()
+    other = Group("1", "pair", (1, 3), "gloo")
+    traces[3] = replace(traces[3], groups=(*traces[3].groups, other))
+    boxes = [replace(trace, kind="black box 2") for trace in traces]
+    met = Rendezvous("vm:1", 4)
+    boxes = [replace(t, header=replace(t.header, rendezvous=met)) for t in boxes]
+    now = max(int(t.calls["created_ns"].max()) for t in traces) + 60 * 10**9
+    verdict = expect(diagnose(boxes, options=DiagnoseOptions(now_ns=now)), "order_inversion", 3)
+    assert (
+        verdict.sentence
+        == "rank 3 called new_group for ranks 1, 3, where ranks 1, 2 called it for ranks 1, 2"
+    )
+
+
+def test_a_member_that_got_out_of_new_group_without_the_others_is_named() -> None:
+    """It made the group with another backend."""
+    members = _inside(1, 0, 1, 2)
+    found = _making(members, Progress(setups=2), members, Progress(setups=2))
+    assert expect(found, "missing_rank", 1).sentence.startswith("rank 1 left a call of new_group in which")
+
+
+def test_only_members_are_missing_where_the_members_alone_make_a_group() -> None:
+    """use_local_synchronization: rank 3 is not a member, and does not call new_group."""
+    members = _inside(1, 0, 1, 2, alone=True)
+    verdict = expect(_making(members, Progress(setups=1), members, Progress(setups=1)), "missing_rank", 1)
+    assert verdict.advice == (
+        "call new_group on ranks 0-2: with use_local_synchronization the members make the group",
+    )
 
 
 def test_the_lines_of_ranks_that_make_different_groups_come_from_their_stacks() -> None:
@@ -183,7 +250,9 @@ def test_a_wrong_argument_of_one_rank_is_its_own_error() -> None:
     )
     wrong = Progress(setups=0, closed="exception: ValueError (train.py:3): Unknown c10d backend type GLOO2")
     verdict = expect(_joining((here, IN_INIT), (here, wrong), (here, IN_INIT)), "rank_died", 1)
-    assert "Unknown c10d backend type GLOO2 in init_process_group; 2 ranks wait in it" in verdict.sentence
+    assert (
+        "Unknown c10d backend type GLOO2 in init_process_group; 2 ranks have waited in it" in verdict.sentence
+    )
 
 
 def test_a_world_larger_than_the_number_of_processes_is_told_with_both_numbers() -> None:

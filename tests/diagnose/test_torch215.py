@@ -18,6 +18,7 @@ from allranks.load import load_paths
 from allranks.model.diagnosis import Diagnosis
 from allranks.model.torch_dump import to_torch_dump
 from allranks.model.trace import Flag
+from allranks.report import text
 
 from .hook_form import write_hook_dumps
 from .test_recorded import NAMES, TRUTH, _read, gallery
@@ -48,6 +49,13 @@ def test_a_hang_that_gloo_recorded_is_named(name: str) -> None:
     else:
         assert verdict is not None and verdict.cause in hang.causes, verdict
         assert verdict.ranks == hang.ranks or name == ONE_TOO_MANY
+
+
+def test_messages_that_gloo_does_not_record_are_not_called_fine() -> None:
+    """They move its counters; a job may wait in one. Where there are none, nothing is said of them."""
+    said = "keeps no sends and receives"
+    assert said in text.headline_text(judged(RECORDED / "healthy_messages.tar.gz"))
+    assert said not in text.headline_text(judged(RECORDED / "healthy.tar.gz"))
 
 
 # -- torch's hook -----------------------------------------------------------------------------------------------

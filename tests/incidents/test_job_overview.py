@@ -41,12 +41,12 @@ def row(rank: int, doing: str, waits_for: tuple[int, ...] = (), alive: bool = Tr
     return RankRow(rank, 100 + rank, "n", alive, 7, 14, 3.0, doing, waits_for)
 
 
-ANSWER = "Hung for 3 s, at step 7: rank 1 never entered all_reduce #8 of group dp; it is at train.py:7 in load_batch (sleep)"
+ANSWER = "Hung for 3 s, at step 7: rank 1 never entered all_reduce #8 of group dp; it sleeps at train.py:7 in load_batch"
 MOVING = {"line": "Training: step 7, 2.0 steps/s", "level": "good", "state": "training"}
 VIEW = JobView(
     "job", "/x", 0.0,
     (row(0, "all_reduce #8 of dp", (1,)), row(1, "computes"), row(2, "all_reduce #8 of dp", (1,)), row(3, "died", alive=False)),
-    incidents=("20260101-030000-hang (hang, open): rank 1 never entered all_reduce #8 of group dp; it is at train.py:7 in load_batch (sleep)",),
+    incidents=("20260101-030000-hang (hang, open): rank 1 never entered all_reduce #8 of group dp; it sleeps at train.py:7 in load_batch",),
     line=ANSWER, level="bad", state="hung",
 )  # fmt: skip
 
@@ -142,7 +142,7 @@ def test_the_line_is_that_of_the_page_word_for_word(tmp_path: Path) -> None:
         view.line.startswith("Hung for ")
         and view.line.split(" s,")[1] == page["line"]["text"].split(" s,")[1]
     )
-    assert (view.level, view.state) == ("bad", "hung") and view.incidents[0].endswith("in load_batch (sleep)")
+    assert (view.level, view.state) == ("bad", "hung") and view.incidents[0].endswith("in load_batch")
     assert [row.rank for row in view.rows] == list(range(16))
     assert (
         view.rows[1].doing == "blocked"

@@ -109,6 +109,21 @@ def test_a_rank_that_died_in_a_call_that_met_another_died_of_that(
     assert named(correct(Diagnosis("fault", found, (found,)), None, Observed(told=told)))[1] == guilty
 
 
+@pytest.mark.parametrize(
+    ("named_in_error", "guilty"), [("Ranks 1", (1,)), ("Ranks 1, 3", (1, 3)), ("Ranks 3", (0,))]
+)
+def test_a_rank_that_ended_of_an_error_about_others_is_not_blamed_for_their_absence(
+    named_in_error: str, guilty: tuple[int, ...]
+) -> None:
+    """monitored_barrier raises on rank 0 and says which ranks did not come."""
+    error = f"rank 0 raised RuntimeError at a.py:3: [Rank 0]: {named_in_error} failed to pass monitoredBarrier in 6000 ms"
+    missing = Finding(
+        "missing_rank", guilty if guilty != (0,) else (1,), "never entered", "root", confidence=0.9
+    )
+    told = Finding("rank_died", (0,), error, confidence=1.0, where="a.py:3")
+    assert named(correct(Diagnosis("fault", missing, (missing,)), None, Observed(told=told)))[1] == guilty
+
+
 @pytest.mark.parametrize(("left", "wanted"), [((2,), ("missing_rank", (2,))), ((), ("none_finished", ()))])
 def test_connections_that_broke_since_a_rank_had_ended_its_program_are_its_fault(
     left: tuple[int, ...], wanted: tuple[str, tuple[int, ...]]
@@ -189,7 +204,7 @@ def test_a_rank_whose_c_code_holds_the_gil_is_named_though_nobody_could_record_t
     assert (
         found is not None
         and found.verdict is not None
-        and "rank 1 is in gil_held_native" in found.verdict.sentence
+        and "rank 1 holds the GIL in C code at data.py:3 in load" in found.verdict.sentence
     )
 
 

@@ -13,6 +13,7 @@ from allranks.incidents.stall import (
     Look,
     StallLimits,
     ThreadWait,
+    describe_pause,
     find_activity,
     judge_stall,
     left_s,
@@ -30,6 +31,7 @@ from allranks.model.stacks import (
     StacksReport,
     ThreadFacts,
     ThreadStack,
+    is_user_file,
 )
 
 LIMITS = StallLimits(hung_s=90.5, cap_s=300.0)
@@ -365,6 +367,22 @@ def test_a_rank_that_only_serves_compiled_code_does_not_compile() -> None:
     """FSDP2's hooks, and code that was compiled before, have frames of torch/_dynamo, too."""
     for file in ("/x/torch/_dynamo/eval_frame.py", "/x/torch/_functorch/_aot_autograd/runtime_wrappers.py"):
         assert judge_stall(looks("native_call", file=file, quiet_s=95), LIMITS).state == "hung"
+
+
+def test_a_pause_says_that_a_rank_compiles_and_not_which_command_it_waits_for() -> None:
+    """Inductor waits for a C++ compiler in a file that it has written itself, which is not the user's."""
+    file = "/tmp/torchinductor_me/lj/cljph.py"
+    assert not is_user_file(file)
+    compiling = looks("subprocess_wait", file="/x/torch/_inductor/codecache.py")
+    assert describe_pause(compiling) == "rank 1 compiles at train.py:10 in load"
+
+
+def test_a_rank_without_a_python_frame_is_not_said_to_run_python() -> None:
+    """The interpreter starts or ends."""
+    found = looks("busy_python")
+    bare = RankState(1, "busy_python", "", "native code")
+    found = [replace(look, report=replace(look.report, ranks={1: bare})) for look in found if look.report]
+    assert describe_pause(found) == "rank 1 has no Python frames: it starts, exits or could not be read"
 
 
 def test_the_longest_pause_of_a_job_moves_its_limit() -> None:

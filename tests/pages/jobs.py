@@ -14,8 +14,8 @@ from allranks.model.cluster import GpuReport, Member, NodeReport, PublishedIncid
 from pages.gallery import hang_incident, story_page
 
 HANG = (
-    "Rank 1 (gpu-node-000) never entered all_reduce #60 of group default_pg; it is at gallery.py:40 in load_batch "
-    "(sleep)"
+    "Rank 1 (gpu-node-000) never entered all_reduce #60 of group default_pg; it sleeps at gallery.py:40 in "
+    "load_batch"
 )
 DECIDED = "Nothing was done: --recovery on would restart the job"
 

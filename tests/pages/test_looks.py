@@ -110,7 +110,7 @@ def test_the_page_of_a_job_is_as_good_at_every_width(
     visit.page.wait_for_selector("#charts .uplot")
     line, level = visit.page.locator("#sentence"), visit.page.get_attribute("#now", "class")
     if state == "hung":
-        assert "it is at gallery.py:40 in load_batch (sleep). Nothing was done" in line.inner_text()
+        assert "it sleeps at gallery.py:40 in load_batch. Nothing was done" in line.inner_text()
         visit.page.locator(".evidence .source .hit").first.wait_for()
         frame = visit.page.frame_locator("iframe.timeline")
         visit.page.locator("iframe.timeline").scroll_into_view_if_needed()

@@ -11,6 +11,7 @@ times a second if need be.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import eq
@@ -386,9 +387,11 @@ def _progress(head: Header, phase: str, inside: str, error: object) -> Progress:
     match error:
         case [int(number), str(text)] if 0 < number < 1 << 63:
             raised = (number, text[:512])
-    return Progress(
-        *counts, phase, head.expect_until_ns, head.closed, inside, head.inside_ns, head.setups, raised
-    )
+    inside, _, given = inside.partition(" ")
+    members, _, how = given.partition(" ")
+    listed = tuple(map(int, members.split(","))) if re.fullmatch(r"\d{1,9}(,\d{1,9})*", members) else ()
+    times = (inside, head.inside_ns, head.setups)
+    return Progress(*counts, phase, head.expect_until_ns, head.closed, *times, raised, listed, how == "local")
 
 
 def find_boxes(folder: str | os.PathLike[str]) -> list[Path]:

@@ -120,6 +120,7 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
         inside=marks[0].inside,
         in_new_group=marks[0].inside == "new_group",
         passed=message and context.first_open(ranks[0]) >= 0,
+        message="" if blocked.p2p is None else "receive" if blocked.p2p.sends else "send",
         unrecorded=_unrecorded(context, blocked, ranks),
     )
 
@@ -140,7 +141,7 @@ def _destroyed_ns(context: Context, blocked: Blocked, rank: int) -> int:
 
 def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...], now: RankNow) -> Finding:
     live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
-    facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.line}
+    facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.line, **doing(now)}
     facts["there"] = "it" if len(ranks) == 1 else f"rank {now.rank}"
     exiting = now.evidence.startswith("the interpreter is exiting")  # threads of the program keep the process
     sure, cause = 0.75 if polls(now) else 0.0, ""
@@ -154,7 +155,6 @@ def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...],
         ranks,
         sure,
         cause,
-        doing=doing(now),
         holder=str(now.held_by) if now.held_by in blocked.rows else "",
         exiting=exiting,
         polls=polls(now),
@@ -199,10 +199,10 @@ def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
     how = dead[ranks[0]]
     sure = 0.8 if how == say("quick_failure") else 0.93
     now = context.seen.get(ranks[0])
-    facts = {"how": how, "line": line_in(how)}
+    facts: dict[str, object] = {"how": how, "line": line_in(how)}
     if now is None or now.cause in UNTELLING or not now.where:  # else it hangs in its end
         return lacking(context, "died", blocked, ranks, sure, **facts)
-    facts |= {"now_at": now.where, "doing": doing(now), "now_evidence": now.line}
+    facts |= {"now_at": now.where, "now_evidence": now.line, **doing(now)}
     return lacking(context, "died", blocked, ranks, sure, **facts)
 
 

@@ -316,7 +316,7 @@ def expected_ranks(by_rank: dict[int, RankTrace], groups: list[GroupView]) -> fr
         expected.update(group.members)
     expected.update(range(_world_size(by_rank)))
     worlds = [group for group in groups if group.is_world]
-    if any(not group.members_known for group in worlds) and by_rank:
+    if any(not group.members_known for group in worlds or groups) and by_rank:
         expected.update(range(max(by_rank) + 1))
     return frozenset(expected)
 

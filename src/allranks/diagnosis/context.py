@@ -16,7 +16,7 @@ from allranks.diagnosis.p2p import P2PMismatch, P2PWait
 from allranks.diagnosis.waits import Blocked, Graph, Patience, waited_s
 from allranks.model.diagnosis import Diagnosis, Finding, RankNow
 from allranks.model.formatting import count, duration, ranks_text, rename
-from allranks.model.stacks import is_user_file
+from allranks.model.stacks import PLAIN_VERBS, is_user_file
 from allranks.model.trace import Frame, State, World
 
 #: A ring that has wrapped with fewer calls has lost the rounds that tell who left his.
@@ -31,17 +31,11 @@ _INTERNAL = re.compile(
     r"|(?:(?:site|dist)-packages|torchft|accelerate/src)/(?:torchft|accelerate)/|/allranks/recording/|/deepspeed/comm"
     r"|<frozen|/contextlib\.py|/threading\.py|/multiprocessing/|^<|\.so(?![a-z])|\.cpp$"
 )
+_VERBS = {**PLAIN_VERBS, "interrupted": "was interrupted"}
 #: Errors that a rank gets because another one has gone.
 _SECONDARY = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|[Tt]imed? ?out|aborted|remote (?:worker|process)|ncclRemoteError"
 )
-#: Causes of stacks whose names say little, or too much: a rank that waits for any file is in "checkpoint_io".
-_DOING = {
-    "checkpoint_io": "file I/O",
-    "gil_held_native": "C code that holds the GIL",
-    "d_state": "uninterruptible sleep",
-    "lock_deadlock": "lock wait",  # its holder may only be slow
-}
 
 
 def is_secondary(text: str) -> bool:
@@ -76,6 +70,13 @@ def place(frames: Sequence[Frame]) -> str:
     return text if frame.name in ("", "<module>") else f"{text} in {frame.name}"
 
 
+def parted(frames: Sequence[Frame], others: Sequence[Frame]) -> Sequence[Frame]:
+    """The stack from the first frame of the user's code on that the other stack has not: a helper of both says nothing."""
+    mine, theirs = user_frames(frames, len(frames)), user_frames(others, len(others))
+    first = next((at for at, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), 0)
+    return mine[first:]
+
+
 def ranks_wait(ranks: Iterable[int]) -> str:
     """ "rank 5 waits", "ranks 0, 2 wait"."""
     ordered = set(ranks)
@@ -106,12 +107,15 @@ def polls(now: RankNow) -> bool:
     return now.evidence.startswith("looks again and again")
 
 
-def doing(now: RankNow) -> str:
-    """What a rank does by its stacks, in brackets behind its line; "" where they do not tell."""
-    holder = f", rank {now.held_by} holds the lock" if now.held_by is not None else ""
-    text = _DOING.get(now.cause, now.cause.replace("_", " "))
-    text = "looks again and again for a change" if polls(now) else text
-    return f" ({text}{holder})" if now.cause not in ("", "unknown") else ""
+def doing(now: RankNow) -> dict[str, object]:
+    """What a rank does by its stacks, and which rank holds the lock that it waits for."""
+    verb = "looks again and again for a change" if polls(now) else _VERBS.get(now.cause, "")
+    known = bool(verb) and now.cause != "unknown"
+    return {
+        "doing": verb if known else "is",
+        "busy": known,
+        "held_by": "" if now.held_by is None else now.held_by,
+    }
 
 
 def with_names(found: Diagnosis, worlds: Sequence[World]) -> Diagnosis:
@@ -307,6 +311,11 @@ class Context:
             state=_ENDS.get(Now(int(view.now[row])), ""),
         )
 
+    def now_in(self, rank: int) -> str:
+        """The last call of a rank, as a sentence part, if it has not finished it; else ""."""
+        text, sign = self.last_call(rank), f" ({_ENDS[Now.OPEN]})"
+        return text.removesuffix(sign) if text.endswith(sign) else ""
+
     def last_calls(self, ranks: tuple[int, ...]) -> str:
         """A line for each of these ranks: what it did last."""
         last = {rank: self.last_call(rank) for rank in ranks[:4]}
@@ -439,6 +448,7 @@ _OF_RANKS: dict[str, Callable[[Context, tuple[int, ...]], object]] = {
     "its": lambda context, ranks: "its" if len(ranks) == 1 else "their",
     "does": lambda context, ranks: "does" if len(ranks) == 1 else "do",
     "last": lambda context, ranks: context.last_call(ranks[0]) if len(ranks) == 1 else "",
+    "now_in": lambda context, ranks: context.now_in(ranks[0]) if len(ranks) == 1 else "",
     "lasts": lambda context, ranks: context.last_calls(ranks),
     "where_now": lambda context, ranks: context.where_now(ranks),
 }

@@ -71,11 +71,12 @@ CAUSES = {
         "ranks called init_process_group with another address or world size", "the arguments of all ranks",
         "both names mean the same host"),
     "no_step": CauseInfo("ranks finish calls, but no training step", "step marks", "the step is longer than all steps before"),
-    "no_progress": CauseInfo("nobody is in a call and nobody makes one", "the stacks of all ranks", "a rank makes its next call"),
+    "no_progress": CauseInfo("no rank is in a call, and none makes one", "the stacks of all ranks", "a rank makes its next call"),
     "straggler": CauseInfo("one rank is slow", "the times of the last calls", "another rank is as late"),
     "damaged_file": CauseInfo("a file could not be read to its end", "a whole file", "the file is whole"),
     "unsafe_pickle": CauseInfo("a file would run code when unpickled", "", "the file comes from torch"),
     "missing_dump": CauseInfo("there is no file of a rank", "the file", "the file is there"),
+    "unrecorded": CauseInfo("the recorder does not keep some calls of the job", "stacks of all ranks", "no rank waits in such a call"),
     "skew": CauseInfo("ranks are a few calls apart", "a second dump", "a second dump shows the same calls"),
     "pause": CauseInfo("ranks pause, or paused", "the mark of the pause, or later progress", "the ranks never move again"),
     "folded": CauseInfo("more of the same", "", ""),
@@ -98,31 +99,37 @@ class Kind:
 _ENTERED = "{entered_by} entered {call}{lines}[ and {later} later had not left it]\n{failure}\n{lasts}"
 _ENTERED_ONCE = _ENTERED.replace("{lasts}", "[closed?{lasts}|inside?{lasts}|last?|{lasts}]")
 _INSIDE = "{entered_by} entered {call}{lines}\n{failure}"
-_BETWEEN = "look at what {ranks} {does} between {its} last call and [{at}|{call}]"
-_PASSES = "look for a condition, exception or early end of a loop that lets {ranks} pass [{at}|this call]"
+_BETWEEN = "check what {ranks} {does} between {its} last call and [{at}|{call}]"
+_PASSES = "look for a condition, an exception or an early end of a loop that makes {ranks} skip [the {message} for ][{at}|this call]"
 _SAME_GROUPS = "make the same groups, with the same members, in the same order on every rank"
-_ALL_CALL = "call {function} on every rank, in the same order: it is a call of all ranks, also of those outside the new group"
+_ALL_CALL = (
+    "[members?call new_group on {members}: with use_local_synchronization the members make the group"
+    "|new?call new_group on every rank, in the same order: it is a call of all ranks, also of those outside the new group"
+    "|call {function} on every rank]"
+)
 _SECOND = "a second dump of all ranks: where nothing has moved, the job hangs"
 _NO_FILE = "the black box, dump or log of {ranks}: run `allranks diagnose` with it"
 _LAST_LINES = "look for the last log lines of {ranks} (killed, out of memory, node down)"
 _OTHER_ARGUMENTS = (
-    "[certain?look at [{at}|the line above]: what it passes must not depend on the rank"
+    "[certain?check [{at}|the line above]: what it passes must not depend on the rank"
     "|compare {lines_of_all}: all ranks of the group must make the same call here"
-    "|look at [{at}|the line above]: what it passes must not depend on the rank]"
+    "|check [{at}|the line above]: what it passes must not depend on the rank]"
 )
 _SINCE = (
     "[; at #{met} it called {met_mine} where they called {met_theirs}|; at #{met} their calls no longer fit"
     "|; {failed_since}|; now {wait_since}]"
 )
+_MEMBERS = "[unknown?which ranks are members of the group: its recorder does not say, so a rank without a dump may be lacking]"
 _STACKS = "where {ranks} is now: run `allranks stacks` on its node"
-_THERE = "; rank {now_rank} is at {now_at}[{doing}]"
+_HELD = "[ (rank {held_by} holds the lock)]"
+_THERE = "; rank {now_rank} {doing} at {now_at}" + _HELD
 
 # fmt: off
 KINDS = {
     # ---- a rank that others wait for, with a file
     "never_entered": Kind("missing_rank", 0.9,
         "{who} never {entered}[ ({at})]; {waiting}"
-        "[; it has left the program ({closed})|; it is inside {inside}|; its last call was {last}]",
+        "[; it has left the program ({closed})|; it is inside {inside}|; it is in {now_in}|; its last call was {last}]",
         _ENTERED_ONCE, "{where_now}\n{unrecorded}", f"[in_new_group?{_SAME_GROUPS}|passed?{_PASSES}|{_BETWEEN}]"),
     "not_started": Kind("not_started", 0.85,
         "{who} never came to {its} first collective; {waiting} in {call}",
@@ -132,31 +139,31 @@ KINDS = {
         _ENTERED, "{where_now}",
         "compare RANK, WORLD_SIZE, MASTER_ADDR and the arguments of init_process_group on all ranks, and check the network between them"),
     "stuck_elsewhere": Kind("stuck_before_collective", 0.95,
-        "{who} never {entered}; {waiting}[; {there} is at {now_at}]{doing}",
+        "{who} never {entered}; {waiting}[; {there} {doing} at {now_at}|busy?; {there} {doing}]" + _HELD,
         _ENTERED + "\n{now_evidence}",
-        "[polls?who should make that change: perhaps a rank that waits here and passed that line without it]",
+        "[polls?which rank should make that change: perhaps a rank that waits here and skipped it]",
         "[exiting?find why the program of {ranks} ended early: it returned, or called sys.exit(0)"
         "|let rank {holder} release the lock before it enters {call}"
-        f"|look at {{now_at}}: rank {{now_rank}} is there now|{_BETWEEN}]"),
+        f"|check {{now_at}}: rank {{now_rank}} is there now|{_BETWEEN}]"),
     "destroyed": Kind("missing_rank", 0.93,
         "{who} called destroy_process_group on group {label} and never entered {call}; {waiting}[left?; it has left the program]",
         _ENTERED, "", "make [{at}|this call] before any rank destroys the group, or on no rank"),
     "died": Kind("rank_died", 0.93,
-        "{who} [now_at?never|died before it] {entered}: {how}[; its process has not ended, it is at {now_at}]{doing}; {waiting}",
+        "{who} [now_at?never|died before it] {entered}: {how}[; its process has not ended, it {doing} at {now_at}" + _HELD + "]; {waiting}",
         _ENTERED + "\n{now_evidence}", "",
-        "[look at {line}, where rank {rank} ended|read the end of the log of {ranks}, and `dmesg -T {pipe} grep -i kill` on its node]\n"
+        "[check {line}, where rank {rank} ended|read the end of the log of {ranks}, and `dmesg -T {pipe} grep -i kill` on its node]\n"
         "[end what runs at {now_at} when the program fails: it keeps the process of rank {rank} alive]"),
     "went_on_without": Kind("missing_rank", 0.9,
-        "{who} never entered {call}[ ({at})] but went on without it[, to {last}]; {waiting}",
+        "{who} never entered {call}[ ({at})] but continued without it[, to {last}]; {waiting}",
         _ENTERED + "\nin all earlier rounds {ranks} made this call at this point", "",
-        "look for a condition that lets {ranks} pass [{at}|this call]"),
+        "look for a condition that makes {ranks} skip [{at}|this call]"),
     "lone_waiter": Kind("extra_collective", 0.6,
         "{who} made an extra {call}[ at {at}]: none of the other {number} ranks entered it, and all of them stopped after the same call",
-        _ENTERED, "where {others} are now: `allranks stacks` tells whether they are stuck instead",
-        "look at what {others} do between their last call and [{at}|{call}]"),
+        _ENTERED, "where {others} are now: `allranks stacks` shows whether they are stuck instead",
+        "check what {others} do between their last call and [{at}|{call}]"),
     # ---- a rank that others wait for, without a file
     "no_file": Kind("rank_died", 0.6,
-        "there is no file of {ranks}[: {how}]; {waiting} in {call}, [which {missing} did not enter either|in which nobody else is missing]",
+        "there is no file of {ranks}[: {how}]; {waiting} in {call}, [which {missing} did not enter either|in which no other rank is missing]",
         _ENTERED, _NO_FILE, _LAST_LINES),
     "unread": Kind("missing_rank", 0.35,
         "{problem}: whether {ranks} entered {call} is not known; {waiting} in it",
@@ -167,14 +174,14 @@ KINDS = {
         "where {ranks} is: the end of its log, or `allranks stacks` on its node", _BETWEEN),
     "left_no_dump": Kind("rank_died", 0.35,
         "{ranks} left no dump, and the calls of all other ranks [put_away?were put away ({call} last), whether finished or failed "
-        "is not recorded|are over]: [{how}|it may have died]",
+        "is not recorded|have finished]: [{how}|it may have died]",
         _ENTERED, _NO_FILE, _LAST_LINES),
     "left_its_round": Kind("missing_rank", 0.6,
         "{who} is in {call}[ at {line}], {difference}; there is no file of {absent}",
         "{entered_by} entered {call}{lines}[ and {later} later had not left it]",
         "the file of {absent}\n{where_now}",
-        "[skipped?look for a condition, exception or early end of a loop that lets rank {rank} pass [{usual}|that call]"
-        "|look at [{line}|that call]: it must not depend on the rank]"),
+        "[skipped?look for a condition, an exception or an early end of a loop that makes rank {rank} skip [{usual}|that call]"
+        "|check [{line}|that call]: it must not depend on the rank]"),
     "aborted_its_partner": Kind("size_mismatch", 0.6,
         "{ranks} [extra?made an extra|called] {op} #{seq} of group {label}[ at {line}], unlike all its other calls; {other} is gone, "
         "as gloo aborts a rank that gets more than it expects",
@@ -183,16 +190,16 @@ KINDS = {
         "make the call at [{line}|that line] on all ranks of the group, and with the same sizes"),
     # ---- a call that everybody entered
     "alone": Kind("none_finished", 0.35,
-        "[{failed_call}|{who} waits in {call}[{lines}][ for {wait}]]; whether another rank never entered it, only the dumps of the "
-        "other ranks tell",
+        "[{failed_call}|{who} waits in {call}[{lines}][ for {wait}]]; only the dumps of the other ranks show whether one of them "
+        "never entered it",
         _INSIDE, "the dumps of the other ranks: run `allranks diagnose` with all of them"),
     "failed_on_some": Kind("call_error", 0.85, "{call} failed on {who}, while {others_wait} in it", _INSIDE),
     "failed_on_all": Kind("call_error", 0.6, "{call} failed[ on all {number} ranks, first] on {who}", _INSIDE),
     "survived": Kind("call_error", 0.85,
-        "{failed} raised {error} on {who}[ at {line}], and its program went on, to {last}; "
-        "[here?the others waited in it|since then its calls do not meet those of the others]",
+        "{failed} raised {error} on {who}[ at {line}], and its program continued, to {last}; "
+        "[here?the others waited in it|since then its calls do not match those of the others]",
         "no call had failed on another rank before, and rank {rank} made calls after it", "",
-        "look at [{line}|this call]: let the exception end the program instead of passing over it"),
+        "check [{line}|this call]: let the exception end the program instead of passing over it"),
     "died_inside": Kind("rank_died", 0.9, "{who} died with {call} unfinished: {how}", _INSIDE),
     "left_inside": Kind("missing_rank", 0.8, "{who} left the program with {call} unfinished; {others_wait}", _INSIDE),
     "unsure": Kind("missing_rank", 0.35,
@@ -214,21 +221,21 @@ KINDS = {
         "[lost?the calls before: the rings of these ranks were too short to keep them]\n"
         "which link or device: `allranks doctor`, `dmesg -T | grep -iE 'xid|mlx5|link'`, and NCCL_DEBUG=INFO logs\n"
         "[started?|which rank's kernel started: run with TORCH_NCCL_ENABLE_TIMING=1]\n"
-        "[unknown?who belongs to the group: its recorder does not say, so a rank without a dump may be lacking]"),
+        + _MEMBERS),
     # ---- ranks that wait for each other
     "one_too_many": Kind("p2p_mismatch", 0.8,
         "{who} [sends?sends to|receives from] rank {peer} once more than in every round before[ ({line})]; rank {peer} posted as many "
-        "messages for it as always and went on",
-        _ENTERED, "", "look at the loop around [{line}|this call]: both ends must make the same number of calls"),
+        "messages for it as always and continued",
+        _ENTERED, "", "check the loop around [{line}|this call]: both ends must make the same number of calls"),
     "short_round": Kind("p2p_mismatch", 0.75,
         "{who} [sends?sent {number} to|received {number} from] rank {peer} in an earlier round[ ({line})], and {usual} in every other "
         "round; rank {peer} posted as many as always, so later messages met earlier ones and {call} does not end",
-        _ENTERED, "", "look at the loop around [{line}|this call]: both ends must make the same number of calls"),
+        _ENTERED, "", "check the loop around [{line}|this call]: both ends must make the same number of calls"),
     "wrong_peer": Kind("p2p_mismatch", 0.85,
         "{who} [sends?sends to|receives from] rank {peer}, but it is rank {other} that [sends?receives from|sends to] it (group {label})",
-        _ENTERED, "", "look at the partner that rank {rank} names at [{at}|this call]"),
+        _ENTERED, "", "check the partner that rank {rank} names at [{at}|this call]"),
     "no_partner": Kind("p2p_mismatch", 0.85,
-        "{who} wait for each other, [posted?each posted what the next waits for behind its own wait|no partner posted]: {parts}",
+        "{who} wait for each other[posted?, and each comes to what the next one waits for only behind its own wait]: {parts}",
         "{parts_listed}", "",
         "give every send its receive, and post both in one batch_isend_irecv where two ranks exchange"),
     "extra_in_circle": Kind("extra_collective", 0.75,
@@ -238,16 +245,16 @@ KINDS = {
         "|in all earlier rounds rank {rank} came to that call at this point]", "",
         "make the call at [{line}|that line] on all ranks that it needs, or on none"),
     "inversion": Kind("order_inversion", 0.85,
-        "{who} enter the groups {groups} in different order and wait for each other: {parts}", "{parts_listed}", "",
+        "{who} enter the groups {groups} in different order and wait for each other: {parts}", "{parts_listed}", _MEMBERS,
         "let all ranks enter these groups in the same order, or in one batch"),
     # ---- a rank whose calls differ from those of the others
     "skipped": Kind("missing_rank", 0.9,
-        "{who} skipped {made}[ at {at}][ and {more} behind it], which [{others}|the others] made, and went on" + _SINCE,
+        "{who} skipped {made}[ at {at}][ and {more} behind it], which [{others}|the others] made, and continued" + _SINCE,
         "{reason}\n{sides}", "[open?whether rank {rank} makes the call behind the one that it is in: then its calls are in another order]",
-        "look for a condition, exception or early end of a loop that lets rank {rank} pass [{at}|that line]"),
+        "look for a condition, an exception or an early end of a loop that makes rank {rank} skip [{at}|that line]"),
     "extra": Kind("extra_collective", 0.9,
         "{who} made an extra {made}[ at {at}][ and {more} behind it], where [{called}|the others do not make it]"
-        "[either? (an extra call, or one of them has left its loop early)]" + _SINCE,
+        "[either? (an extra call, or one of these ranks skipped calls or left its loop early)]" + _SINCE,
         "{reason}\n{sides}", "",
         "make the call on all ranks of the group, or on none: look for a condition on the rank around [{at}|that line]"),
     "swapped": Kind("order_inversion", 0.9,
@@ -284,19 +291,27 @@ KINDS = {
         "{said}\n[the environment of rank {changed} said {before} when it started]", "", "give every rank the same {variables}"),
     "never_called": Kind("missing_rank", 0.9,
         "{who} [failed?left {function} with an error and did not call it again|never called {function}]; {inside}"
-        "[; the last call of {late} was {last}]"
+        "[; {late} is in {now_in}|; the last call of {late} was {last}]"
         "[; world_size is {expected}[ ({line})], and there are files of {started} processes][" + _THERE + "]",
         "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
-        "[elsewhere?look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
+        "[elsewhere?check {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
     "never_came_to_init": Kind("not_started", 0.85,
         "{who} never came to {function}[unseen? (no stack and no dump of it)]; {inside}[" + _THERE + "]",
         "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
-        "[elsewhere?look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
+        "[elsewhere?check {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
     "ended_before": Kind("missing_rank", 0.9,
         "{who} ended with [clean?exit code 0|{how}] [called?in {function}|before {it} called {function}]; {inside}[" + _THERE + "]",
         "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", "",
-        "[clean?find why the program of {ranks} ended early: it returned, or called sys.exit(0)|look at {line}, where rank {worst} ended"
+        "[clean?find why the program of {ranks} ended early: it returned, or called sys.exit(0)|check {line}, where rank {worst} ended"
         "|read the log of {ranks}]"),
+    "other_members": Kind("order_inversion", 0.85,
+        "[tie?{who} called new_group for different members: {named} for {mine}, {others} for {theirs}"
+        "|{who} called new_group for {mine}, where {others} called it for {theirs}][; {inside}" + _THERE + "|; {inside}]",
+        "[inside?{waiters} entered new_group[ at {entered_at}] and did not leave it]\n{now_evidence}", "", _SAME_GROUPS),
+    "left_new_group": Kind("missing_rank", 0.7,
+        "{who} left a call of new_group in which the other members of the group still wait; {inside}[" + _THERE + "]",
+        "{waiters} entered new_group[ at {entered_at}] and did not leave it\n{now_evidence}", "",
+        "compare what {ranks} and {waiters} pass to new_group: members, backend, and the order of the calls"),
     "different_groups": Kind("order_inversion", 0.6,
         "{who} wait in one call of new_group[ ({line})]{times}[, {ahead} in a later one], and no rank is missing: they make groups in different "
         "order or with different members",
@@ -328,8 +343,11 @@ KINDS = {
         "the file of {ranks} is damaged: what could be read was used, and its end is not held against it"),
     "nothing_read": Kind("damaged_file", 0.0, "nothing to judge: no call could be read from the dumps"),
     "unsafe_pickle": Kind("unsafe_pickle", 0.0, "{path} is not safe to open: it {what} here", "", "",
-        "do not open it with pickle, torch.load or torchfrtrace; find out who wrote it"),
+        "do not open it with pickle, torch.load or torchfrtrace; find out where it comes from"),
     "missing_dump": Kind("missing_dump", 0.0, "no file of {ranks}"),
+    "unrecorded": Kind("unrecorded", 1.0,
+        "the recorded calls of all ranks fit together, and none is stuck; but gloo's recorder keeps no sends and receives, and this "
+        "job makes some: `allranks stacks` shows whether a rank waits in one"),
     "skew": Kind("skew", 0.0,
         "ranks are a few calls apart ({number} unfinished, oldest {oldest}), within this job's usual pauses: {reason}; run again in "
         "{again} to be sure"),
@@ -353,14 +371,14 @@ PHRASES = {
     "waited": "{number} {has} waited [at_most?at most ]{wait}",
     "waits_for_it": "{number} {wait} for it",
     "waited_in_it": "{number} waited in it",
-    "wait_in_it": "{number} {wait} in it",
+    "wait_in_it": "{number} [times?[one?has|have] waited in it{times}|{wait} in it]",
     "ended_with": "it ended with {text}",
     "gone": "its process is gone",
     "unread_file": "the file of rank {rank} [damaged?is damaged, and nothing of it could be read|could not be opened] ({path}: {note})",
     "quick_failure": "the others' calls failed long before their timeout, as they do when a peer is gone",
-    "others_failed": "everybody else's call failed, its own never ended",
+    "others_failed": "the calls of all other ranks failed, its own never ended",
     "unrecorded": "whether one of {ranks} waits for another: the first send or receive between two ranks blocks before NCCL records it, "
-        "and only their stacks tell which",
+        "and only their stacks show which",
     "usual_call": "where in all rounds before it called {op}[ at {at}]",
     "usual_arguments": "with {now}, where in all rounds before it passed {before}",
     "unusual_arguments": "with other arguments than in all rounds before",
@@ -373,9 +391,10 @@ PHRASES = {
     "examined": "the newest {number} calls of every rank were examined",
     "by_chance": "their calls fitted by chance until #{seq}: {sides}",
     "called_from": "it called from {at}, the others from {elsewhere}: it may be a call that only it makes",
-    "also": "{number} later collectives of the group do not fit either: they follow from this one",
+    "also": "[one?1 later collective of the group does not fit either: it follows|{number} later collectives of the group do not fit "
+        "either: they follow] from this one",
     # why a rank is the odd one
-    "tie": "there is no majority and no history to tell who is the odd one",
+    "tie": "no majority and no earlier calls show which rank is the odd one",
     "outvoted": "{agree} of {total} ranks agree[; {reason}: a call of one side only, or the end of a loop that came too early or too late]"
         "[; {absent} left no file and might turn the majority]",
     "changed_itself": "at the same line it did what the others did until then",
@@ -387,16 +406,16 @@ PHRASES = {
         "the group, rank {other} {other_made}",
     "swapped": "rank {rank} made the calls #{seq} and #{last} in the other order than rank {other}",
     "moved": "moved by {count}, its next {agreeing} calls are at the same lines as those of rank {other}",
-    "as_always": "rank {rank} went on as in all rounds before, rank {other} did not",
+    "as_always": "rank {rank} continued as in all rounds before, rank {other} did not",
     "here_before": "in [all?all ]rounds before, rank {rank} made here the call that the others make",
-    "made_too": "in [all?all ]rounds before, rank {rank} made the call too, and then the one that it went on to",
+    "made_too": "in [all?all ]rounds before, rank {rank} made the call too, and then the one that follows it here",
     "made_more": "in [all?all ]rounds before, rank {rank} made {count} more before the one it is in now",
     "one_line": "in all rounds before, rank {rank} made here {count} of one line and then the one it is in",
     "left_loop": "the others repeat the call, and rank {rank} has stopped: it is in one that [returned?comes behind that loop|it made before them]",
     "all_pairs": "it takes part in [one?the one pair|all {number} pairs] that disagree, and no other rank does",
     "covering": "together these ranks take part in all pairs that disagree",
     "other_totals": "{number} of {total} ranks give and take the same totals, it does not",
-    "two_disagree": "only these two disagree, and nothing tells which of them is wrong",
+    "two_disagree": "only these two disagree, and nothing shows which of them is wrong",
 }
 # fmt: on
 

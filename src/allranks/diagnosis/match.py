@@ -354,6 +354,8 @@ class Cells:
         if kind == "reduce_op_mismatch":
             code = int(self.reduce_op[i, column])
             return REDUCE_OPS[code] if code < len(REDUCE_OPS) else "other"
+        if shapes.inputs == shapes.outputs:
+            return f"size {sizes_text(shapes.inputs)}"
         return f"in {sizes_text(shapes.inputs)} out {sizes_text(shapes.outputs)}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from allranks.diagnosis.alignment import CallDifference
-from allranks.diagnosis.context import Context, place, ranks_wait
+from allranks.diagnosis.context import Context, parted, place, ranks_wait
 from allranks.diagnosis.job import GroupView
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.match import Exchange, Mismatch
@@ -49,7 +49,7 @@ class _Story:
         lanes = group.lanes.items()
         others = tuple(r for r, lane in lanes if r not in guilty and lane.row(found.seq) >= 0)
         maker = found.reference if found.kind == "skipped" else found.rank
-        at = place(context.job.frames(maker, group.lanes[maker].row(found.seq)))
+        at = self._place(maker, found.seq)
         rows = {rank: group.lanes[rank].row(found.seq) for rank in (*guilty, *others)}
         absent = len(group.members) - len(group.lanes)
         turned = absent and len(others) - len(guilty) < absent
@@ -98,8 +98,14 @@ class _Story:
 
     def _op_at(self, rank: int, seq: int) -> str:
         row = self.group.lanes[rank].row(seq)
-        at = place(self.context.job.frames(rank, row))
-        return say("op_at", op=self.context.job.op(rank, row), at=at)
+        return say("op_at", op=self.context.job.op(rank, row), at=self._place(rank, seq))
+
+    def _place(self, rank: int, seq: int) -> str:
+        """Where a rank made a call: of an extra one, where its stack parts from that of the other side."""
+        job, lanes, found = self.context.job, self.group.lanes, self.difference
+        other = found.reference if rank in found.ranks else found.rank
+        frames, theirs = (job.frames(each, lanes[each].row(seq)) for each in (rank, other))
+        return place(parted(frames, theirs) if found.kind == "extra" else frames)
 
     def _both(self) -> dict[str, object]:
         """Two calls of one group in another order; which threads made them, where that differs."""
@@ -150,8 +156,7 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     }
     guilty = [(rank, rows[rank]) for rank in culprit.ranks if rows.get(rank, -1) >= 0]
     others = [(rank, row) for rank, row in rows.items() if rank not in culprit.ranks]
-    at = place(context.job.frames(*guilty[0])) if guilty else ""
-    elsewhere = _elsewhere(context, others, at)
+    at, elsewhere = _lines_apart(context, guilty[0], others) if guilty else ("", "")
     kind, facts = _facts(context, mismatch, culprit, rows)
     if elsewhere and kind == "other_operation":
         facts |= _rounds(context, group, culprit, rows, elsewhere)
@@ -208,10 +213,15 @@ def _exchange_facts(exchange: Exchange, culprit: CallDifference) -> dict[str, ob
     }
 
 
-def _elsewhere(context: Context, others: list[tuple[int, int]], at: str) -> str:
-    """A line from which the others called, if none of them called from this one."""
-    lines = {place(context.job.frames(rank, row)) for rank, row in others} - {""}
-    return min(lines) if at and lines and at not in lines else ""
+def _lines_apart(context: Context, mine: tuple[int, int], others: list[tuple[int, int]]) -> tuple[str, str]:
+    """(where a rank made its call, a line from which the others made theirs if none made it there): of callers, where both
+    came through one line of a helper."""
+    frames = context.job.frames(*mine)
+    theirs = [context.job.frames(*other) for other in others]
+    pairs = [(place(parted(frames, other)), place(parted(other, frames))) for other in theirs]
+    lines = {line for _, line in pairs} - {""}
+    at = pairs[0][0] if pairs else place(frames)
+    return at, min(lines) if at and lines and all(one != two for one, two in pairs) else ""
 
 
 def _rounds(
@@ -244,7 +254,9 @@ def _evidence(mismatch: Mismatch, culprit: CallDifference, at: str, elsewhere: s
     """What each side passed, and who is the odd one by which evidence; one line each."""
     found = [f"{ranks_text(ranks)}: {text}" for text, ranks in mismatch.classes[:6]] + [culprit.reason]
     found += [say("called_from", at=at, elsewhere=elsewhere)] if elsewhere else []
-    return "\n".join([*found, say("also", number=mismatch.also)] if mismatch.also else found)
+    return "\n".join(
+        [*found, say("also", number=mismatch.also, one=mismatch.also == 1)] if mismatch.also else found
+    )
 
 
 def _lines(context: Context, rows: dict[int, int], between: str = " with ") -> str:

@@ -80,7 +80,7 @@ def _diverged(case: _Case) -> CallDifference | None:
         found = replace(found, either=False, confidence=max(0.85, found.confidence))
     if found.kind == "extra" and _has_returned(case, found.rank, found.reference, found.seq):
         return None
-    if found.either and mismatch.cause == "type_mismatch":
+    if found.either and (mismatch.cause == "type_mismatch" or _is_branch(case, found)):
         return None
     if _went_astray(case, found):
         return None
@@ -111,6 +111,18 @@ def _is_within(case: _Case, found: CallDifference) -> bool:
     )
     outer, own = user_frame(theirs), user_frame(mine)
     return outer is not None and own != outer and outer in mine
+
+
+def _is_branch(case: _Case, found: CallDifference) -> bool:
+    """Whether both are in one function, in calls that differ in the root or the reduction alone: two branches of one call."""
+    frames = (case.job.frames(r, case.group.lanes[r].row(found.seq)) for r in (found.rank, found.reference))
+    mine, theirs = map(user_frame, frames)
+    same = mine is not None and theirs is not None and (mine.file, mine.name) == (theirs.file, theirs.name)
+    return (
+        same
+        and found.seq == case.mismatch.seq
+        and case.mismatch.cause in ("root_mismatch", "reduce_op_mismatch")
+    )
 
 
 def _returned(case: _Case) -> CallDifference | None:

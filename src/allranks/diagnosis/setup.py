@@ -33,6 +33,7 @@ def explain_setup(context: Context) -> Finding | None:
         _find_apart(context, _SIZE)
         or _find_apart(context, _PORT)
         or _from_boxes(context)
+        or _made_differently(context, {})
         or _from_stacks(context)
         or _find_apart(context, _HOST)
     )
@@ -174,15 +175,86 @@ def _from_boxes(context: Context) -> Finding | None:
         return None
     times = f" for {duration(waited)}" if 0 < waited < BELIEVABLE_S else ""
     function = next(iter(waiting.values())).inside
+    if function == "new_group" and (odd := _made_differently(context, inside, times)) is not None:
+        return odd
     late, gone = _elsewhere(context, inside, fewest)
+    if all(p.alone for p in waiting.values()):  # no other rank makes this group
+        late, gone = (tuple(r for r in ranks if r in _members_of(waiting)) for ranks in (late, gone))
     lost = job.missing_ranks if function == "init_process_group" else ()
     if late or gone or lost:
         if gone and not late:
             found = _ended_before(context, gone, waiting, function, times)
             return replace(found, waited_s=waited) if over and times else found
         return _never_called(context, late, late or lost, tuple(sorted(waiting)), function, times)
-    everybody = function == "new_group" and len(inside) == len(job.ranks)
-    return _all_inside(context, inside, waiting, times) if everybody else None
+    if function != "new_group":
+        return None
+    everybody = len(inside) == len(job.ranks)
+    return (
+        _all_inside(context, inside, waiting, times)
+        if everybody
+        else _left_it(context, inside, waiting, times)
+    )
+
+
+def _members_of(waiting: dict[int, Progress]) -> tuple[int, ...]:
+    """The members of the group that these ranks make; () unless they agree."""
+    named = {progress.members for progress in waiting.values()}
+    return named.pop() if len(named) == 1 else ()
+
+
+def _left_it(
+    context: Context, inside: dict[int, Progress], waiting: dict[int, Progress], times: str
+) -> Finding | None:
+    """Members of a new group that have left its new_group, in which the other members still wait for each other."""
+    left = tuple(rank for rank in _members_of(waiting) if rank in context.job.ranks and rank not in inside)
+    if not left:
+        return None
+    facts = {"inside": _waiting(waiting, times)}
+    return _at_the_wait(
+        context, _finding(context, "left_new_group", left, tuple(sorted(waiting)), "new_group", 0.7, **facts)
+    )
+
+
+def _at_the_wait(context: Context, found: Finding) -> Finding:
+    """The finding with the line where ranks wait in new_group: those that it names have left theirs."""
+    waiting = (context.seen[rank].where for rank in found.waiting if rank in context.seen)
+    return replace(found, where=next(filter(None, waiting), ""))
+
+
+def _made_differently(context: Context, inside: dict[int, Progress], times: str = "") -> Finding | None:
+    """Ranks that passed other members to one call of new_group than the others, where ranks wait in it, or in a call of its
+    group. torch numbers the groups of a world by these calls."""
+    if any(view.trace.destroyed for view in context.job.ranks.values()):
+        return None  # then the numbers begin anew
+    parties = next((made for made in _group_members(context, inside) if len(made) > 1), None)
+    if parties is None:
+        return None
+    (usual, most), *rest = sorted(parties.items(), key=lambda item: (-len(item[1]), min(item[1])))
+    odd, tie = {rank for _, ranks in rest for rank in ranks}, len(rest[0][1]) == len(most)
+    facts: dict[str, object] = {"tie": tie, "named": ranks_text(rest[0][1]), "mine": ranks_text(rest[0][0])}
+    facts |= {"others": ranks_text(most), "theirs": ranks_text(usual)}
+    facts["inside"] = _waiting(inside, times) if inside else ""
+    named = tuple(sorted(odd | most if tie else odd))
+    waiting, sure = tuple(sorted(inside)) or context.waiting_but(named), 0.6 if tie else 0.85
+    found = _finding(context, "other_members", named, waiting, "new_group", sure, **facts)
+    return replace(_at_the_wait(context, found), cause="order_inversion")
+
+
+def _group_members(context: Context, inside: dict[int, Progress]) -> list[dict[tuple[int, ...], set[int]]]:
+    """Of each group, in the order in which they were made: the members that ranks know, with these ranks."""
+    found: dict[tuple[int, ...], dict[tuple[int, ...], set[int]]] = defaultdict(lambda: defaultdict(set))
+    stuck = {context.group(blocked).name for blocked in context.blocked}
+    for rank, view in context.job.ranks.items():
+        named = {
+            g.name: tuple(sorted(g.ranks)) for g in view.trace.groups if g.name.isdecimal() and not g.store
+        }
+        world = named.pop("0", ())
+        for name, members in named.items():
+            if members and (inside or name in stuck):
+                found[(int(name), *world)][members].add(rank)
+        if (progress := inside.get(rank)) is not None and progress.members and not progress.alone:
+            found[(progress.setups, *world)][progress.members].add(rank)
+    return [found[key] for key in sorted(found)]
 
 
 def _longest_wait(context: Context, waiting: dict[int, Progress]) -> float:
@@ -205,11 +277,14 @@ def _never_called(
     called = [context.job.ranks[rank].trace.header.rendezvous.world_size for rank in late]
     failed = function == "init_process_group" and called and all(called)
     last = context.last_call(late[0]) if len(late) == 1 else ""
+    alone = {m for r in waiting if (p := context.job.ranks[r].trace.progress).alone for m in p.members}
     facts: dict[str, object] = {
         "failed": failed,
-        "inside": _waiting(waiting) + times,
+        "members": ranks_text(alone) if alone else "",
+        "inside": _waiting(waiting, times),
         "late": ranks_text(late),
         "last": last,
+        "now_in": context.now_in(late[0]) if len(late) == 1 else "",
     }
     if not late and function == "init_process_group":
         met = context.job.ranks[waiting[0]].trace.header.rendezvous
@@ -229,12 +304,12 @@ def _ended_before(
     how, clean = one_line(told[worst]), told[worst] == "exit"
     named = tuple(rank for rank in gone if (told[rank] == "exit") == clean)
     over = all(p.closed for p in waiting.values())
-    inside = say("waited_in_it", number=count(len(waiting), "rank")) if over else _waiting(waiting)
+    left = say("waited_in_it", number=count(len(waiting), "rank")) + times
     facts = {
         "clean": clean,
         "how": how,
         "called": function == "init_process_group" and traces[worst].header.rendezvous.world_size,
-        "inside": inside + times,
+        "inside": left if over else _waiting(waiting, times),
         "line": line_in(how),
         "worst": str(worst),
     }
@@ -298,8 +373,12 @@ def _fewer_groups(
     return replace(found, met_another=True)
 
 
-def _waiting(ranks: Collection[int]) -> str:
-    return say("wait_in_it", number=count(len(ranks), "rank"), wait="wait" if len(ranks) > 1 else "waits")
+def _waiting(ranks: Collection[int], times: str = "") -> str:
+    """ "2 ranks have waited in it for 15 s"."""
+    one = len(ranks) == 1
+    return say(
+        "wait_in_it", number=count(len(ranks), "rank"), wait="waits" if one else "wait", one=one, times=times
+    )
 
 
 def _is_elsewhere(now: RankNow) -> bool:
@@ -347,10 +426,11 @@ def _finding(
     located = next((now for now in seen if now.where), None)
     entered_at = " and ".join(dict.fromkeys(now.where for now in shown[len(seen) :][:4] if now.where))
     facts |= {"function": function, "waiters": ranks_text(waiting), "entered_at": entered_at}
+    facts["new"] = function == "new_group"
     facts["elsewhere"] = located is not None and located.cause not in UNTELLING  # no wait for the others
     facts["now_evidence"] = "\n".join(now.line for now in seen)
     if located is not None:
-        facts |= {"now_rank": str(located.rank), "now_at": located.where, "doing": doing(located)}
+        facts |= {"now_rank": str(located.rank), "now_at": located.where, **doing(located)}
     gone = bool(seen) and all(now.cause == "gone" for now in seen)
     cause = "rank_died" if gone else "not_started" if function == "init_process_group" else "missing_rank"
     return replace(

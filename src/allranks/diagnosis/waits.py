@@ -63,12 +63,12 @@ def find_blocked(job: Job, p2p_waits: list[P2PWait]) -> list[Blocked]:
             _blocked(job, group, seq, lanes[seq], len(found) + i) for i, seq in enumerate(sorted(lanes))
         ]
     idle = tuple(rank for rank, view in job.ranks.items() if rank not in busy and not view.cut)
-    lonely = {b.waiters[0] for b in found if _is_lonely(job, b)}
+    lonely = {b.waiters[0] for b in found if is_lonely(job, b)}
     found = [_with_idle(job, blocked, idle, lonely) for blocked in found]
     return found + [_blocked_p2p(job, wait, len(found) + i, idle) for i, wait in enumerate(p2p_waits)]
 
 
-def _is_lonely(job: Job, blocked: Blocked) -> bool:
+def is_lonely(job: Job, blocked: Blocked) -> bool:
     """One rank alone in a group whose members nobody knows."""
     group = job.groups[blocked.group]
     return not group.members_known and len(group.lanes) == 1 and len(job.ranks) > 1
@@ -94,13 +94,13 @@ def _blocked_p2p(job: Job, wait: P2PWait, index: int, idle: tuple[int, ...]) -> 
 def _with_idle(job: Job, blocked: Blocked, idle: tuple[int, ...], lonely: set[int]) -> Blocked:
     """Where the members are unknown, any rank that is idle or without a dump may be the one that lacks.
 
-    Of ranks that are each alone in some group one may be waiting for the other.
+    Of ranks that are each alone in some group one may be waiting for the other, unless a rank has no dump.
     """
     group = job.groups[blocked.group]
     if group.members_known or blocked.missing or blocked.unsure or blocked.passed:
         return blocked
     lacking = tuple(rank for rank in idle if rank not in group.lanes)
-    if _is_lonely(job, blocked):
+    if is_lonely(job, blocked) and not job.missing_ranks:
         others = tuple(sorted(lonely - set(group.lanes)))
         lacking = others or lacking or tuple(rank for rank in job.ranks if rank not in group.lanes)
     absent = blocked.absent or (() if lacking else job.missing_ranks)

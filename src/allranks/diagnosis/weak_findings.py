@@ -22,8 +22,8 @@ from allranks.diagnosis.waits import Blocked, is_hung, is_paused, wait_graph
 from allranks.model.diagnosis import Finding
 from allranks.model.formatting import duration, one_line, ranks_text
 
-#: Errors of torch that name the rank they are about.
-_ACCUSED = re.compile(r"[Rr]ank (\d+) (?:has inconsistent|failed to pass)")
+#: Errors of torch that name the ranks they are about.
+_ACCUSED = re.compile(r"[Rr]anks? (\d+(?:, \d+)*) (?:has inconsistent|failed to pass)")
 #: Without a call for so long, in duration, a job is worth a question.
 MIN_IDLE_S = 10.0
 
@@ -53,7 +53,7 @@ def ended_badly(context: Context, primary: bool = False) -> Finding | None:
     own = {rank: text for rank, text in ends.items() if not is_secondary(text)}
     if not own:
         return None if primary else _lost_partner(context, ends)
-    votes = Counter(int(rank) for text in ends.values() for rank in _ACCUSED.findall(text))
+    votes = Counter(rank for text in ends.values() for rank in accused_in(text))
     alike = same_error(own) if not votes and len(own) == context.job.world_size else None
     if alike is not None:
         return alike
@@ -67,6 +67,11 @@ def ended_badly(context: Context, primary: bool = False) -> Finding | None:
         "ended_badly", ranks, None, 0.85 if len(ranks) == 1 else 0.6, **_ended(ends), **facts
     )
     return replace(found, where=line_in(text))
+
+
+def accused_in(error: str) -> tuple[int, ...]:
+    """The ranks that an error of torch is about, where it names them."""
+    return tuple(int(rank) for found in _ACCUSED.findall(error) for rank in found.split(", "))
 
 
 def same_error(ends: Mapping[int, str]) -> Finding | None:
@@ -186,7 +191,17 @@ def find_warnings(
     young = [b for b in every if b.missing and not is_hung(context.job, b, context.patience)]
     skew = _skew(context, young) if young and not roots else None
     pause = _pause(context) if context.blocked else None
-    return found + [one for one in (slow, skew, pause) if one is not None]
+    unseen = context.warning("unrecorded") if not roots and _lost_messages(context.job) else None
+    return found + [one for one in (slow, skew, pause, unseen) if one is not None]
+
+
+def _lost_messages(job: Job) -> bool:
+    """Whether gloo's own recorder has numbered calls that it did not keep: sends, receives, monitored barriers."""
+    views = (v for v in job.ranks.values() if not v.trace.is_box and not v.trace.is_hook)
+    lanes = (
+        v.trace.calls["op_id"][v.group == g.index] for v in views for g in job.groups if g.backend == "gloo"
+    )
+    return any(bool((np.diff(numbers.astype(np.int64)) > 1).any()) for numbers in lanes)
 
 
 def _skew(context: Context, young: list[Blocked]) -> Finding:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.diagnosis.context import is_secondary, with_names
+from allranks.diagnosis.weak_findings import accused_in
 from allranks.errors import InputError
 from allranks.incidents.evidence import (
     Evidence,
@@ -27,8 +28,9 @@ from allranks.incidents.policy import NO_STEP, PROGRAM_FAULT
 from allranks.load import LoadResult
 from allranks.model.diagnosis import Diagnosis, Finding, Status
 from allranks.model.formatting import ranks_text
-from allranks.model.stacks import WAITS, RankState, StacksReport
+from allranks.model.stacks import PLAIN_VERBS, WAITS, RankState, StacksReport
 from allranks.model.trace import Frame, RankTrace
+from allranks.stacktraces.classify import verb_of
 
 _DOUBTFUL = ("not_started", "none_finished")  # verdicts of boxes that stacks may overrule
 _MAY_WAIT_IN_CUDA = ("native_call", "checkpoint_io")
@@ -111,12 +113,12 @@ def _of_death(
 def _explains(found: Finding, told: Finding) -> bool:
     """Whether the calls of another rank explain a death, as calls that do not match do.
 
-    A call that other ranks have not made yet is not a cause, since they could not after the death. A rank without an error of
-    its own that died in a mismatched call died of the mismatch.
+    A call that other ranks have not made yet is not a cause, since they could not after the death, unless the error names
+    them. A rank without an error of its own that died in a mismatched call died of the mismatch.
     """
     met = bool(told.ranks) and set(told.ranks) <= set(found.waiting) and not told.where
     if found.cause == "missing_rank":
-        return found.met_another and met
+        return (found.met_another and met) or found.ranks == accused_in(told.sentence)
     if found.cause == "call_error":  # the program survived it
         return found.met_another and set(told.ranks) <= {*found.ranks, *found.waiting}
     early = found.cause == "extra_collective" and found.ranks != told.ranks and told.confidence == 1.0
@@ -150,9 +152,14 @@ def accuse(ranks: tuple[int, ...], report: StacksReport | None, reason: str) -> 
     guilty = guilty or [s for s in states if report is not None and _waits_alone(s, report)]
     state = (guilty or states)[0]
     where = nearest_line(state)
-    what = f"{state.cause} at {where}" if where else state.cause
+    what = _doing(state, where)
     sentence, sure = f"{reason} ({what}: {state.evidence})", 0.9 if guilty else 0.5
     return Finding(state.cause, (state.rank,), sentence, confidence=sure, where=where)
+
+
+def _doing(state: RankState, line: str) -> str:
+    """ "rank 1 sleeps at data.py:7 in load"."""
+    return f"rank {state.rank} {verb_of(state, PLAIN_VERBS)} at {line or 'an unknown line'}"
 
 
 def _waits_alone(state: RankState, report: StacksReport) -> bool:
@@ -174,7 +181,8 @@ def _unmoved(found: Finding | None, report: StacksReport | None, observed: Obser
     if better is None or better.confidence < TRUSTED:
         return None
     quiet = f"rank {better.ranks[0]} has not moved for {observed.quiet_s:.1f} s while others wait for it"
-    return replace(better, sentence=f"{quiet}: {better.cause} at {better.where or 'an unknown line'}")
+    states = report.ranks if report is not None else {}
+    return replace(better, sentence=f"{quiet}: {_doing(states[better.ranks[0]], better.where)}")
 
 
 def _odd_one(named: set[int], report: StacksReport | None) -> tuple[int, ...]:
@@ -198,7 +206,7 @@ def _own_line(found: Finding | None, report: StacksReport | None) -> Finding | N
     line = nearest_line(states[0]) if states and states[0].cause not in WAITS else ""
     if found is None or not line or line in found.sentence:
         return None
-    where = f"{found.sentence}; rank {states[0].rank} is at {line} ({states[0].cause.replace('_', ' ')})"
+    where = f"{found.sentence}; {_doing(states[0], line)}"
     return replace(found, where=line, sentence=where)
 
 
@@ -214,7 +222,7 @@ def _from_stacks(report: StacksReport | None) -> Finding | None:
     line = nearest_line(culprit)
     sentence = report.sentence
     if len(ranks) < len(report.culprits):
-        sentence = f"rank {culprit.rank} is in {culprit.cause} at {line or 'an unknown line'}, and the others may wait for it"
+        sentence = f"{_doing(culprit, line)}, and the others may wait for it"
     confidence = 0.9 if sure else 0.5 if culprit.cause in WAITS else 0.6
     return Finding(culprit.cause, ranks, sentence, confidence=confidence, where=line)
 

@@ -19,6 +19,7 @@ from allranks.incidents.policy import CERTAIN_MISMATCH, PROGRAM_FAULT
 from allranks.model.diagnosis import Finding
 from allranks.model.formatting import duration, ranks_text
 from allranks.model.stacks import (
+    PLAIN_VERBS,
     WAITS,
     Capture,
     ProcessCapture,
@@ -28,7 +29,7 @@ from allranks.model.stacks import (
     ThreadFacts,
     is_user_file,
 )
-from allranks.stacktraces.classify import VERBS, verb_of
+from allranks.stacktraces.classify import verb_of
 
 State = Literal["stalled", "hung", "ended"]
 TRUSTED = 0.6  # of a verdict: a less confident one does not make a hang certain
@@ -61,14 +62,6 @@ _BACKGROUND = ("/tqdm/", "/wandb/", "/tensorboard", "/allranks/", "/torch/utils/
 #: How the names of native threads of torch's libraries begin: they serve collectives, and wake no Python code that waits otherwise.
 _OF_TORCH = ("pt_", "gloo", "nccl", "cuda")
 _PRIVATE = 0x80  # flag of a futex that no other process can wake
-#: What a rank does that may still move: not stuck, not a loop.
-_VERBS = {
-    **VERBS,
-    "busy_python": "runs Python code",
-    "queue_wait": "waits for an event",
-    "event_loop_idle": "waits in its event loop",
-    "checkpoint_io": "reads or writes a file",
-}
 _STILL_TICKS = 2  # clock ticks between two looks that are not work
 
 
@@ -339,7 +332,7 @@ def _never_wakes(state: RankState, looks: Sequence[Look], limits: StallLimits) -
     )
     at = f"rank {state.rank} at {state.where or 'an unknown line'}"
     if len(left) == len(threads) or (left and inside):
-        verb = _VERBS.get(state.cause, "waits")
+        verb = PLAIN_VERBS.get(state.cause, "waits")
         return f"{at} {verb}, and nothing in it moves for another {duration(min(left))}"
     if inside:
         return f"{at} waits without limit, and no thread of it can wake another ({state.cause.replace('_', ' ')})"
@@ -352,12 +345,12 @@ def _never_wakes(state: RankState, looks: Sequence[Look], limits: StallLimits) -
 def _works(state: RankState, looks: Sequence[Look]) -> str:
     """Why a rank has time until the cap, or "" when it has not."""
     name = f"rank {state.rank}"
-    if any(part in frame.file for frame in state.stack for part in COMPILING):
+    if _compiles(state):
         return f"{name} compiles"
     if state.command_works:
         return f"{name} waits for a command that works"
     if state.cause in WORKING | SAVING and not _same_functions(state.rank, looks):
-        return f"{name} works: its stack moves ({state.cause}, {state.where or 'unknown line'})"
+        return f"{_does(state)}, and its stack moves"
     return ""
 
 
@@ -375,10 +368,19 @@ def _describe(guilty: Sequence[RankState], look: Look) -> str:
     if not guilty:
         waits = look.report is not None and look.report.ranks
         return "every rank waits for another" if waits else "what the ranks do could not be read"
-    return ", ".join(
-        f"rank {state.rank} {verb_of(state, _VERBS)} at {state.where or 'an unknown line'}"
-        for state in guilty[:3]
-    )
+    return ", ".join(map(_does, guilty[:3]))
+
+
+def _compiles(state: RankState) -> bool:
+    return any(part in frame.file for frame in state.stack for part in COMPILING)
+
+
+def _does(state: RankState) -> str:
+    """ "rank 1 sleeps at train.py:7 in load"."""
+    if not state.where and all(frame.native for frame in state.stack):
+        return f"rank {state.rank} has no Python frames: it starts, exits or could not be read"
+    verb = "compiles" if _compiles(state) else verb_of(state, PLAIN_VERBS)
+    return f"rank {state.rank} {verb} at {state.where or 'an unknown line'}"
 
 
 # from captures

@@ -27,6 +27,47 @@ CAUSES = (
 #: Those of them that are waits for other ranks, or for the device.
 WAITS = frozenset({"collective_wait", "p2p_wait", "store_wait", "rendezvous_wait", "cuda_wait"})
 
+#: What a rank does, for a sentence.
+VERBS = {
+    "sleep": "sleeps",
+    "collective_wait": "waits",
+    "p2p_wait": "waits for its partner",
+    "rendezvous_wait": "waits for its group",
+    "store_wait": "waits for a store key",
+    "dataloader_wait": "waits for its DataLoader",
+    "checkpoint_io": "is stuck in file I/O",
+    "file_lock_wait": "waits for a file lock",
+    "network_io": "waits for the network",
+    "lock_deadlock": "waits for a lock",
+    "queue_wait": "waits on a queue",
+    "gil_held_native": "holds the GIL in C code",
+    "gil_contention": "waits for the GIL",
+    "native_call": "is inside native code",
+    "cuda_wait": "waits for the device",
+    "cuda_kernel": "runs a device kernel that does not end",
+    "busy_python": "loops in Python",
+    "subprocess_wait": "waits for a command",
+    "child_process_wait": "waits for a child process",
+    "event_loop_idle": "sits in an idle event loop",
+    "request_wait": "waits for a request",
+    "pipe_write_blocked": "writes to a full pipe",
+    "stdin_wait": "waits for input",
+    "shutdown_join": "is exiting and joins threads",
+    "stopped": "is stopped",
+    "d_state": "is in uninterruptible sleep",
+    "slow": "is slow",
+    "healthy": "makes progress",
+    "unknown": "does something unknown",
+}
+#: The same of a rank that may still move: not stuck, not a loop.
+PLAIN_VERBS = {
+    **VERBS,
+    "busy_python": "runs Python code",
+    "queue_wait": "waits for an event",
+    "event_loop_idle": "waits in its event loop",
+    "checkpoint_io": "reads or writes a file",
+}
+
 #: Of child processes that only wait for work: not what their rank waits for.
 IDLE_CHILD = frozenset({"queue_wait", "healthy", "request_wait"})
 
@@ -212,7 +253,15 @@ class StacksReport:
 
 INSTALLED = ("/site-packages/", "/dist-packages/")
 _LIBRARY_PARTS = (
-    *(*INSTALLED, "/lib/python3", "/lib64/python3", "<frozen", "/_pytest/", "/src/allranks/"),
+    *(
+        *INSTALLED,
+        "/lib/python3",
+        "/lib64/python3",
+        "<frozen",
+        "/_pytest/",
+        "/src/allranks/",
+        "/torchinductor_",
+    ),
     # of a torch that is built from source, or lies in another folder of the path
     *(
         f"/torch/{part}"

@@ -127,6 +127,8 @@ class Progress:
     setups: int = -1  # how many of them it has finished; -1 unknown
     #: `begin` of the first call that raised in the rank, and what: "ValueError: …"; (0, "") when none is known to have
     first_error: tuple[int, str] = (0, "")
+    members: tuple[int, ...] = ()  # of the group that it makes inside new_group; () all ranks, or unknown
+    alone: bool = False  # only these members make it (use_local_synchronization)
 
 
 @dataclass(frozen=True)

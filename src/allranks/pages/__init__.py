@@ -93,8 +93,8 @@ def stamp(at: float) -> str:
 
 
 def upper(text: str) -> str:
-    """A sentence that begins with a capital letter."""
-    return text[:1].upper() + text[1:]
+    """A sentence that begins with a capital letter, unless it begins with the name of an operation (all_reduce)."""
+    return text if "_" in text.partition(" ")[0] else text[:1].upper() + text[1:]
 
 
 def _environment() -> Environment:

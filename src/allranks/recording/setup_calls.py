@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,9 @@ from allranks.recording.writer import launched_at
 
 if TYPE_CHECKING:
     from allranks.recording.hook import Hook
+
+#: Of a group of more members they are not recorded while it is made.
+MAX_MEMBERS = 64
 
 
 class Stores:
@@ -102,12 +105,12 @@ def install(hook: Hook, replaced: Replaced) -> None:
 
 def _wrap(hook: Hook, original: Callable[..., object], name: str) -> Callable[..., object]:
     box = hook.installed.box
-    number = box.intern(Item.NAME, name)
 
     def before(args: Args, kwargs: Kwargs) -> tuple[int]:
         outer = box.get("inside")
         _enter(hook, name, args, kwargs)
-        box.set(inside_ns=time.time_ns(), inside=number)
+        made = f"{name} {_members(args, kwargs)}" if name == "new_group" else name
+        box.set(inside_ns=time.time_ns(), inside=box.intern(Item.NAME, made.strip()))
         return (outer,)
 
     wrapper = hook.guard.around(
@@ -130,6 +133,16 @@ def _enter(hook: Hook, name: str, args: Args, kwargs: Kwargs) -> None:
         # a rank outside the group passes a number
         if group is None or isinstance(group, dist.ProcessGroup):
             hook.destroyed(None if group is dist.group.WORLD else group)
+
+
+def _members(args: Args, kwargs: Kwargs) -> str:
+    """The members that new_group is asked for, "0,2", and whether they alone make the group; "" all ranks, or too many."""
+    given = dict(zip(("ranks", "", "", "", "use_local_synchronization"), args, strict=False)) | kwargs
+    ranks = given.get("ranks")
+    listed = sorted(map(int, ranks)) if isinstance(ranks, Iterable) else []
+    if not 0 < len(listed) <= MAX_MEMBERS:
+        return ""
+    return ",".join(map(str, listed)) + (" local" if given.get("use_local_synchronization") else "")
 
 
 def _leave(hook: Hook, outer: int, name: str, failed: bool) -> None:

@@ -73,8 +73,8 @@ def headline_text(diagnosis: Diagnosis) -> str:
         return diagnosis.verdict.sentence
     if diagnosis.status == "ok":
         only_stacks = not diagnosis.ranks and any(note.kind == "stacks" for note in diagnosis.files)
-        paused = [f.sentence for f in diagnosis.findings if f.cause == "pause" and f.confidence == 1.0]
-        calls = paused[0] if paused else "the calls of all ranks fit together and none is stuck"
+        known = [f for f in diagnosis.findings if f.cause in ("pause", "unrecorded") and f.confidence == 1.0]
+        calls = known[0].sentence if known else "the calls of all ranks fit together and none is stuck"
         return "the stacks show ranks that move on" if only_stacks else calls
     told = (f.sentence for f in diagnosis.findings if f.cause != "unsafe_pickle")
     calls = "the calls that could be read fit together, and none is stuck"

@@ -10,6 +10,7 @@ from itertools import pairwise, starmap
 
 from allranks.model.stacks import (
     IDLE_CHILD,
+    VERBS,
     WAITS,
     Capture,
     ChildState,
@@ -38,40 +39,6 @@ _TIERS = {
     **dict.fromkeys(("store_wait", "p2p_wait", "rendezvous_wait", "cuda_wait"), 2),
     "collective_wait": 3,
 }
-#: What a rank does, for a sentence.
-VERBS = {
-    "sleep": "sleeps",
-    "collective_wait": "waits",
-    "p2p_wait": "waits for its partner",
-    "rendezvous_wait": "waits for its group",
-    "store_wait": "waits for a store key",
-    "dataloader_wait": "waits for its DataLoader",
-    "checkpoint_io": "is stuck in file I/O",
-    "file_lock_wait": "waits for a file lock",
-    "network_io": "waits for the network",
-    "lock_deadlock": "waits for a lock",
-    "queue_wait": "waits on a queue",
-    "gil_held_native": "holds the GIL in C code",
-    "gil_contention": "waits for the GIL",
-    "native_call": "is inside native code",
-    "cuda_wait": "waits for the device",
-    "cuda_kernel": "runs a device kernel that does not end",
-    "busy_python": "loops in Python",
-    "subprocess_wait": "waits for a command",
-    "child_process_wait": "waits for a child process",
-    "event_loop_idle": "sits in an idle event loop",
-    "request_wait": "waits for a request",
-    "pipe_write_blocked": "writes to a full pipe",
-    "stdin_wait": "waits for input",
-    "shutdown_join": "is exiting and joins threads",
-    "stopped": "is stopped",
-    "d_state": "is in uninterruptible sleep",
-    "slow": "is slow",
-    "healthy": "makes progress",
-    "unknown": "does something unknown",
-}
-
-
 #: Causes that do not end by themselves, whatever the marks say.
 _FOR_GOOD = frozenset(
     {"lock_deadlock", "stopped", "gil_held_native", "d_state", "stdin_wait", "pipe_write_blocked", "unknown"}
