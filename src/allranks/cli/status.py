@@ -103,7 +103,10 @@ def render(
 
 def incident_lines(view: JobView, evidence: str = "") -> Iterator[str]:
     """One for each incident; the sentence that the line of the job already has is replaced by the way to the evidence."""
-    evidence = evidence or f"`allranks diagnose {view.job}` prints the evidence, `allranks page {view.job}` opens the page"
+    evidence = (
+        evidence
+        or f"`allranks diagnose {view.job}` prints the evidence, `allranks page {view.job}` opens the page"
+    )
     for text in view.incidents:
         name, _, sentence = text.partition("): ")
         told = bool(sentence) and inside_line(sentence) in view.line

@@ -15,7 +15,15 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
-from allranks.cli.status import cell, chosen_columns, count_waiters, doing_text, headline, incident_lines, render
+from allranks.cli.status import (
+    cell,
+    chosen_columns,
+    count_waiters,
+    doing_text,
+    headline,
+    incident_lines,
+    render,
+)
 from allranks.cli.terminal import use_color
 from allranks.errors import AllranksError
 from allranks.incidents.job_overview import Overview, read_job

@@ -162,7 +162,11 @@ def find_unwaited(meetings: Sequence[Meetings], traces: Sequence[RankTrace]) -> 
         for line in np.unique(numbers).tolist():
             of_line = np.flatnonzero(numbers == line)
             places = _places(one.step[of_line])
+            if (one.step[of_line] < 0).all():
+                places = _places_in_pass(one.elements[0, of_line], one.arrived[0, of_line]).clip(0)
             for place in np.flatnonzero(np.bincount(places) >= MIN_OF_PLACE).tolist():
+                if not one.blocks[:, of_line[places == place]].any():
+                    continue  # these overlap with the backward pass anyway
                 rows = one.rows[:, of_line[places == place]]
                 found = [_less_usual(around[rank][:, rows[i]]) for i, rank in enumerate(one.ranks)]
                 parts[lines[line]][place] += found
@@ -250,6 +254,24 @@ def overlaps(trace: RankTrace) -> np.ndarray:
     same = (calls["stack"][:-1] == calls["stack"][1:]) & (calls["step"][:-1] == calls["step"][1:])
     follows[:-1] = same & (np.diff(calls["created_ns"]) < 60e9)
     found: np.ndarray = follows & backward[calls["stack"]] & (calls["stack"] > 0)
+    unmarked = found & (calls["step"] < 0)
+    for line in np.unique(calls["stack"][unmarked]):
+        rows = np.flatnonzero(calls["stack"] == line)
+        places = _places_in_pass(calls["in_numel"][rows], calls["created_ns"][rows])
+        found[rows[(places == places.max()) & (places >= 0)]] = False
+    return found
+
+
+def _places_in_pass(sizes: np.ndarray, begun: np.ndarray) -> np.ndarray:
+    """Of calls of one line without step marks: how many it made in the same pass before, by sizes that repeat; -1: not known. The
+    longest time follows the last one. The first passes may differ: DDP forms its buckets anew."""
+    sizes, back = sizes[len(sizes) // 4 :], np.arange(len(sizes))[::-1]
+    period = next((n for n in range(1, len(sizes) // 2 + 1) if (sizes[n:] == sizes[:-n]).all()), 0)
+    if not period:
+        return np.full(len(back), -1)
+    after = np.diff(begun, append=begun[-1:])
+    last = int(np.argmax([np.median(after[back % period == n]) for n in range(period)]))
+    found: np.ndarray = (last - 1 - back) % period
     return found
 
 

@@ -143,7 +143,9 @@ def _hung(facts: JobFacts, hang: OpenIncident | None) -> StateLine:
 
 def inside_line(sentence: str) -> str:
     """A sentence of an incident after the colon of the line, which itself says for how long."""
-    plain = _WAITED.sub(lambda found: f"{found[1]}{'waits' if found[1] == '1 rank ' else 'wait'} for it", sentence)
+    plain = _WAITED.sub(
+        lambda found: f"{found[1]}{'waits' if found[1] == '1 rank ' else 'wait'} for it", sentence
+    )
     return plain if plain[1:2].isupper() else f"{plain[:1].lower()}{plain[1:]}"
 
 
