@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # heavy: numpy comes with some
         ThreadLook,
         Where,
     )
+    from allranks.stacktraces.find import Target
     from allranks.stacktraces.procfs import ProcessEntry
     from allranks.stacktraces.tree import TreeLook
 
@@ -280,8 +281,7 @@ def _known_name(given: str, must: bool) -> str:
 
 
 def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture]:
-    """Samples this node, job by job (one that was chosen, or is alone, has no name); the bundle and the texts are
-    kept where -o or the configuration says."""
+    """Samples this node, all jobs at once (a job that was chosen, or is alone, has no name); keeps the bundles in -o."""
     from allranks.stacktraces import CollectOptions, Selection, collect, write_bundle
     from allranks.stacktraces.find import RANK_TITLES, find_jobs, find_others
     from allranks.stacktraces.procfs import scan
@@ -305,16 +305,12 @@ def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture
     jobs = find_jobs(Selection(options.pid, options.name, options.job, titles, container=options.container))
 
     def take(job: str, targets: list[Target]) -> Capture:
-        ranks = [target for target in targets if target.child is None]
-        of_job = f" of job {job}" if job else ""
-        children = len(targets) - len(ranks)
-        below = f" and {count(children, 'child process', 'child processes')}" if children else ""
-        _say(f"sampling {count(len(ranks), 'rank')}{below}{of_job}")
+        ranks = sum(target.child is None for target in targets)
+        _say(f"sampling {count(ranks, 'rank')}{f' of job {job}' if job else ''}")
         path = folder / _file_name(job) if folder is not None and job else folder
         found = collect(targets, replace(how, raw_folder=path), _say)
         if others := find_others(scan(), targets):
-            text = f"beside the ranks: {', '.join(others)}"
-            found = replace(found, notes=(*found.notes, text))
+            found = replace(found, notes=(*found.notes, f"beside the ranks: {', '.join(others)}"))
         if path is not None:
             _say(f"Wrote {write_bundle(found, path)}")
         return found

@@ -36,9 +36,8 @@ class StatusFlags:
         "name of a job, or folder of its black boxes (default: the newest one that runs here)",
         metavar="JOB",
     )
-    json: bool = option(False, "print one JSON object (with --watch: one per line)")
-    watch: bool = option(False, "update until the job ends (`allranks top`)", flags="--watch -w")
-    interval: float = option(1.0, "time between two updates", unit="s", above=0)
+    json: bool = option(False, "print one JSON object (`top`: one per line, until the job ends)")
+    interval: float = option(1.0, "time between two updates of `top`", unit="s", above=0)
 
 
 FLAGS = (StatusFlags,)
@@ -49,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     from allranks.incidents.job_overview import Overview, find_job
 
     overview, flags = Overview(find_job(args.job)), read_flags(StatusFlags, args)
-    live, interval_s = flags.watch or args.command == "top", max(0.1, flags.interval)
+    live, interval_s = args.command == "top", max(0.1, flags.interval)
     screen = live and not flags.json and sys.stdout.isatty()
     if screen and sys.stdin.isatty() and importlib.util.find_spec("textual") is not None:
         from allranks.cli.top import run
