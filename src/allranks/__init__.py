@@ -1,4 +1,12 @@
-"""allranks finds out why a distributed PyTorch job hangs, and keeps it training when machines fail."""
+"""allranks finds out why a distributed PyTorch job hangs, and keeps it training when machines fail.
+
+Ask why:    diagnose("dumps/")   stacks(pid=4711)   status("my-job")   goodput("my-job")   jobs()
+Record:     record()   step(n, loss=…)   expect("eval", up_to_s=600)   phase("rollout")
+Survive:    Manager, Optimizer, DistributedDataParallel
+Try it on:  diagnose(examples.missing_rank)
+
+The commands are in `allranks --help`. Every error is an AllranksError whose `hint` says what to do.
+"""
 
 from __future__ import annotations
 

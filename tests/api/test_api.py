@@ -14,6 +14,7 @@ import pytest
 
 import allranks
 from allranks.errors import AllranksError, InputError
+from allranks.model.cluster import JobView, RankRow
 
 TESTS = Path(__file__).parent.parent
 DUMPS = TESTS / "diagnose" / "cases" / "nccl_missing_rank"
@@ -64,6 +65,9 @@ def test_a_diagnosis_draws_itself() -> None:
     assert axes.get_title() == result.sentence and len(axes.collections) == 8
     assert len(set(colours)) == 2
     assert len(repr(result.verdict)) < 300
+    row = RankRow(0, 1, "n", True, 7, 14, 3.0, "computes")
+    view = JobView("j", "/x", 0.0, (row,) * 1024, line="Training: step 7")
+    assert repr(view) == "<JobView j: Training: step 7; 1,024 of 1,024 ranks run>"
 
 
 def test_the_shipped_dumps_have_the_verdicts_that_they_promise() -> None:

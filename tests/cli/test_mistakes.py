@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from allranks.cli import main, terminal
+from allranks.launch import rank_entry
 from allranks.lighthouse.server import explain_listen
 from allranks.recording.__main__ import _raised_before
 
@@ -199,3 +200,33 @@ def test_a_folder_without_a_ledger_is_not_taken_for_the_name_of_a_job(
     for name in ("incidents", "./incidents"):
         assert main(["goodput", name]) == 2
         assert "allranks goodput: there is no ledger in incidents\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "choices"), [(["etcd"], "start, status, stop"), (["config"], "check, show, schema")]
+)
+def test_a_missing_word_is_answered_with_the_words_that_fit(
+    words: list[str], choices: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was "the following arguments are required: action"."""
+    with pytest.raises(SystemExit):
+        main(words)
+    assert capsys.readouterr().err.startswith(f"allranks {words[0]}: give one of {choices}\n")
+
+
+def test_a_replay_takes_the_name_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `diagnose`, `dump` and `stacks` do: it said "no such file or folder"."""
+    assert main(["replay", "no-such-job-here", "-o", str(tmp_path / "x.py")]) == 2
+    assert "no-such-job-here: no such file, folder or job" in capsys.readouterr().err
+
+
+def test_ctrl_c_names_the_line_of_the_script(tmp_path: Path) -> None:
+    """Inside of torch's backward it named graph.py of torch."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import _thread, threading, time\nthreading.Timer(1, _thread.interrupt_main).start()\nthreading.Event().wait(600)\n"
+    )
+    entry = Path(rank_entry.__file__)
+    done = subprocess.run([sys.executable, str(entry), str(script)], capture_output=True, text=True, env={**os.environ, "ALLRANKS_DIR": str(tmp_path)})  # fmt: skip
+    assert done.returncode == 130, done.stderr
+    assert f"interrupted at {script}:" in done.stderr.splitlines()[-1], done.stderr

@@ -80,7 +80,7 @@ def test_the_answer_is_whole_every_rank_can_be_reached_and_filter_and_sort_work(
             await pilot.press("enter", "escape")
             assert table.row_count == 1024 and app.query_one("#filter", Input).value == ""
             row = [str(one) for one in table.get_row("2")]
-            assert "sleeps  <- 1,023 ranks wait for it" in row and "97 %, 61.0 GB" in row and "node0" in row
+            assert "<- 1,023 ranks wait for it: sleeps" in row and "97 %, 61.0 GB" in row and "node0" in row
 
     asyncio.run(drive())
 

@@ -13,6 +13,7 @@ import pytest
 from tests.ports import held_port
 
 from allranks.cli import main
+from allranks.cli.doctor import render_checks
 from allranks.doctor import Check, DoctorOptions, evidence, machine, run_checks, services
 from allranks.launch import etcd_server
 
@@ -211,3 +212,17 @@ def test_a_torch_with_which_not_everything_is_recorded_is_named() -> None:
         "ok",
     ]
     assert "DDP" in _recorded_torch("2.5.1").detail
+
+
+def test_what_was_not_checked_is_one_line_above_the_rest() -> None:
+    """Six lines of "skipped" stood first."""
+    found = [
+        Check("ports", "skipped", "none given (--port N)"),
+        Check("limits", "ok", "open files 20000"),
+        Check("clock", "warning", "not synchronised", "Start chrony."),
+        Check("GPU", "skipped", "no nvidia-smi on this node"),
+    ]
+    lines = list(render_checks(found, colour=False))
+    assert lines[0] == "not checked: ports (--port N), GPU (no nvidia-smi on this node)"
+    assert [line.split()[0] for line in lines[1:3]] == ["ok", "warning"] and len(lines) == 5
+    assert lines[-1] == "0 problems, 1 warning, 1 ok, 2 skipped"

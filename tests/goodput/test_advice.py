@@ -78,3 +78,12 @@ def test_slow_ranks_and_evaluation_are_named_with_their_share() -> None:
     found = job(100, 0.5, 1, 48, **{"waiting:5": 0.08, "evaluation": 0.2})
     assert [round(one.gain, 2) for one in advise(found)] == [0.1, 0.08]
     assert "rank 5" in advise(found)[1].what
+
+
+def test_a_job_that_hung_most_of_its_time_is_told_so() -> None:
+    """ "3.9% useful; no change is worth more than 0.2% of the time." was said of a job that hung 72% of it."""
+    records: list[Record] = [RunStart(T0, "j", "n", "whole_job")]
+    records.append(Booked(1, T0, T0 + 100, "0-1", {"useful": 60.0, "stalled": 140.0}, 5, {}))
+    records.append(Outage("h", "hang", "stuck_before_collective", "n", (1,), T0 + 30, T0 + 40, T0 + 45, 0, 0))
+    first = advise(account([NodeLedger(Path("x"), [*records, RunEnd(T0 + 100)])]))[0]
+    assert "--recovery on" in first.what and first.gain > 0.5 and "70.0%" in first.why

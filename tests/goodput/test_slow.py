@@ -517,3 +517,20 @@ def test_whether_ranks_wait_in_a_call_is_told_although_one_saves_now_and_then(
     before, late_before = chance.normal(0.1, 0.01, 300), np.abs(chance.normal(0, 0.01, 300))
     parts = [one - np.median(one) for one in (late, after, before, late_before)]
     assert is_blocking([np.stack(parts)]) == waits
+
+
+@pytest.mark.parametrize("sizes", [(16,), (64, 8)], ids=["one bucket", "two buckets"])
+def test_a_script_without_step_marks_is_compared_too(sizes: tuple[int, ...]) -> None:
+    """Each bucket of DDP seemed to overlap with the next one, so `allranks slow` of an unmodified script had no step at all."""
+    factors = noise(9, ranks=4)
+    factors[2] *= 1.5
+    group = (0, 1, 2, 3)
+    traces, _ = record([(group, 0.9), (group, 0.1)][: len(sizes)], factors, unwaited=(0,) * (len(sizes) - 1))
+    for trace in traces:
+        trace.calls["stack"], trace.calls["step"] = 1, -1
+        for part, size in enumerate(sizes):
+            trace.calls["in_numel"][part :: len(sizes)] = size
+    stacks = ((), (Frame("backward", "autograd.py", 1),))
+    found = find_slow([replace(trace, stacks=stacks) for trace in traces])
+    assert found is not None and found.what_ifs[0].ranks == (2,), found
+    assert found.steps == pytest.approx(factors.shape[1], abs=2)

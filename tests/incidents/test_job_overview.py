@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import pwd
+import signal
 import subprocess
 import sys
 import time
@@ -56,10 +57,17 @@ def test_the_rank_that_others_wait_for_stands_out() -> None:
     lines = list(render(VIEW, colour=True))
     assert lines[:2] == ["job: 3 of 4 ranks run", f"\x1b[31m{ANSWER}\x1b[0m"]
     assert "waits for rank 1" in lines[3] and "\x1b" not in lines[3]
-    assert lines[4].startswith("\x1b[31m") and "computes  <- 2 ranks wait for it" in lines[4]
+    assert lines[4].startswith("\x1b[31m") and "<- 2 ranks wait for it: computes" in lines[4]
     assert lines[6].startswith("\x1b[31m") and "died" in lines[6]
     calm = list(render(replace(VIEW, **MOVING), colour=True))  # a long wait that the agent knows to be usual
     assert not any("wait" in line for line in calm[:7]) and "\x1b" not in calm[4]
+
+
+def test_a_rank_whose_node_is_not_known_yet_makes_no_second_node() -> None:
+    """A restarted rank that had made no call showed a column of empty nodes; long silences pushed the row out of its column."""
+    rows = (replace(row(0, "computes"), host="", silent_s=208.0), row(1, "computes"))
+    lines = list(render(JobView("job", "/x", 0.0, rows, **MOVING)))
+    assert "node" not in lines[2] and lines[3].index("computes") == lines[4].index("computes")
 
 
 def test_in_a_job_that_moves_nobody_is_said_to_wait(tmp_path: Path) -> None:
@@ -84,6 +92,9 @@ def test_a_rank_that_sleeps_does_not_compute() -> None:
             assert process.stdout is not None and process.stdout.readline()
             while sleeps(process.pid) is not expected:  # a moment after the line was written
                 pass
+            process.send_signal(signal.SIGSTOP)
+            while not sleeps(process.pid):  # a stopped process does not compute either
+                pass
             process.kill()
     assert not sleeps(process.pid)
 
@@ -94,7 +105,7 @@ def test_a_large_job_is_summed_up_and_what_is_odd_is_listed() -> None:
     rows[11], rows[700] = row(11, "blocked"), row(700, "died", alive=False)
     lines = list(render(JobView("job", "/x", 0.0, tuple(rows), line=ANSWER, level="bad", state="hung")))
     assert lines[2] == "1,022 ranks (0-10, 12-699, 701-1023): all_reduce #8 of dp, wait for rank 11"
-    assert "blocked  <- 1,022 ranks wait for it" in lines[3] and "died" in lines[4] and len(lines) == 5
+    assert "<- 1,022 ranks wait for it: blocked" in lines[3] and "died" in lines[4] and len(lines) == 5
     apart = [row(rank, f"all_reduce #8 of dp_{rank // 8}") for rank in range(1024)]
     lines = list(render(JobView("job", "/x", 0.0, tuple(apart), **MOVING)))
     assert len(lines) == 19 and lines[-1] == "… and 896 more that do other things"
@@ -156,7 +167,12 @@ def test_lines_fit_the_terminal_and_silent_ranks_come_first_when_not_all_fit() -
     """A narrow and low window."""
     lines = list(render(VIEW, width=50, height=12))
     assert all(len(line) <= 50 for line in lines[1:])
-    assert " ".join(map(str.strip, lines[-3:])) == f"incident {VIEW.incidents[0]}"  # the answer is not cut
+    told = "incident 20260101-030000-hang (hang, open): `allranks diagnose job` prints the evidence, `allranks page job` opens the page"
+    assert " ".join(map(str.strip, lines[-3:])) == told  # the line has the sentence of the incident already
+    other = "20260101-020000-death (death, closed): rank 0 died of SIGKILL"
+    lines = list(render(replace(VIEW, incidents=(other,)), width=50, height=12))
+    assert " ".join(map(str.strip, lines[-2:])) == f"incident {other}"  # the answer is not cut
+    assert [line for line in lines if "waits for rank 1" in line]  # 80 columns cut "waits for r"
     many = JobView("job", "/x", 0.0, tuple(row(rank, "computes") for rank in range(40)))
     assert "… and 30 more" in "\n".join(render(many, height=16))
 

@@ -128,3 +128,17 @@ def test_the_colour_is_the_agents_in_every_state_of_the_job() -> None:
         assert (found.state == "looking") == (motion == "stalled")
         assert found.level != "good" or (motion == "moving" and one.begun and one.members >= one.replicas)
         assert found.text and "-1" not in found.text
+
+
+def test_the_line_has_one_time_and_counts_on() -> None:
+    """ "Hung for 3 min 46 s: …; 2 ranks have waited 16 s": the second time was that of the verdict."""
+    for waited, wait in (
+        ("2 ranks have waited 16 s", "2 ranks wait for it"),
+        ("1 rank has waited 1 min 12 s", "1 rank waits for it"),
+    ):
+        sentence = (
+            f"Rank 2 (vm) never entered all_reduce #66; {waited}; it is at hang.py:6 in load_batch (sleep)"
+        )
+        facts = JobFacts((AgentState("hung"),), (OpenIncident("hang", sentence),), silent_s=226.0)
+        plain = f"rank 2 (vm) never entered all_reduce #66; {wait}; it is at hang.py:6 in load_batch (sleep)"
+        assert describe(facts).text == f"Hung for 3 min 46 s: {plain}"

@@ -174,7 +174,9 @@ def test_a_lost_replica_is_amber_and_named_until_it_is_back() -> None:
     clock.at += 1
     view.note_step("replica-0", 22, clock.at)
     found = view.describe(TWO)
-    assert found.state == "warn" and found.sentence.endswith("2 of 3 replicas, replica-2 lost 1 s ago")
+    assert found.state == "warn" and found.sentence.endswith(
+        "2 of 3 replicas, replica-2 lost 1 s ago (connection closed)"
+    )
     assert view.departed["replica-2"].reason == "connection closed"
     clock.at += 19
     view.happened(StatusEvent(2.0, "connected", "replica-2 connected", "replica-2"))
@@ -191,7 +193,9 @@ def test_an_evicted_replica_is_missing_until_its_process_is_back() -> None:
     for kind, why in told:
         view.happened(StatusEvent(1.0, kind, f"replica-2 {kind}: {why}", "replica-2"))
     found = view.describe(TWO)
-    assert found.state == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 lost 1 s ago")
+    assert found.state == "warn" and found.sentence.endswith(
+        ", 2 of 3 replicas, replica-2 lost 1 s ago (exited)"
+    )
     view.happened(StatusEvent(2.0, "connected", "replica-2 connected", "replica-2"))
     found = view.describe(Scene(members=2, alive=ALL.alive, joining=("replica-2",)))
     assert found.state == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 joining")
@@ -209,7 +213,7 @@ def test_a_replica_that_is_evicted_and_readmitted_while_connected_is_there_at_on
     clock.at += 100
     view.note_step("replica-0", 21, clock.at)
     view.happened(StatusEvent(2.0, "lost", "replica-2 lost: gone", "replica-2"))
-    assert view.describe(TWO).sentence.endswith("replica-2 lost 1 s ago")
+    assert view.describe(TWO).sentence.endswith("replica-2 lost 1 s ago (gone)")
 
 
 def test_agents_are_no_replicas() -> None:

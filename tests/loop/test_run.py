@@ -154,9 +154,9 @@ def test_a_working_folder_that_was_removed_is_named(tmp_path: Path) -> None:
         cwd=tmp_path, env={**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes")},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert ran.returncode == 2 and "the working folder was removed\nChange to another folder (cd)" in ran.stderr, (
-        ran.stderr
-    )
+    assert (
+        ran.returncode == 2 and "the working folder was removed\nChange to another folder (cd)" in ran.stderr
+    ), ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,12 @@ def _history(service: Service, ranks: int, state: str, steps: bool) -> None:
 def published(state: str, at: float) -> PublishedIncident:
     incident, evidence = hang_incident(16)
     body = json.dumps(
-        {"incident": incident.id, "ranks": [one.to_dict() for one in evidence], "timeline": True}
+        {
+            "incident": incident.id,
+            "advice": ["inspect gallery.py:40"],
+            "ranks": [one.to_dict() for one in evidence],
+            "timeline": True,
+        }
     )
     closed = state == "recovered"
     return PublishedIncident(

@@ -112,6 +112,7 @@ def test_the_page_of_a_job_is_as_good_at_every_width(
     if state == "hung":
         assert "it sleeps at gallery.py:40 in load_batch. Nothing was done" in line.inner_text()
         visit.page.locator(".evidence .source .hit").first.wait_for()
+        assert "What to do: inspect gallery.py:40" in visit.page.inner_text("#incidents")
         frame = visit.page.frame_locator("iframe.timeline")
         visit.page.locator("iframe.timeline").scroll_into_view_if_needed()
         frame.locator("#legend i").first.wait_for()

@@ -57,6 +57,7 @@ class Header(NamedTuple):
     loss: float = 0.0  # that the last step mark gave; 0: none
     tokens: float = 0.0  # of this rank in its last whole step; 0: none given
     flops: float = 0.0
+    taken_ns: int = 0  # of a copy made while the process still ran
     path: Path = Path()  # where it was read
 
     @property
@@ -73,7 +74,7 @@ class Header(NamedTuple):
 
 
 #: The code of `struct` of every field in the file, in order.
-CODES = ("8s", *"IIQQQQQQ", *"qqqqqqqqqqqqqQq", f"{CLOSED_BYTES}s", *"Qqq", f"{EXIT_MESSAGE_BYTES}s", *"ddd")
+CODES = ("8s", *"IIQQQQQQ", *"qqqqqqqqqqqqqQq", f"{CLOSED_BYTES}s", *"Qqq", f"{EXIT_MESSAGE_BYTES}s", *"dddQ")
 STRUCT = struct.Struct("<" + "".join(CODES))
 
 

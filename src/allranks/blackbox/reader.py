@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import re
+import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import eq
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from allranks.blackbox.header import HEADER_BYTES, STRUCT, Header, parse_header
+from allranks.blackbox.header import HEADER_BYTES, STRUCT, Header, is_alive, parse_header
 from allranks.blackbox.layout import Item, whole_rows
 from allranks.blackbox.tables import Heap, Tables, read_heap
 from allranks.errors import InputError
@@ -209,14 +211,17 @@ def read_rows(path: str | os.PathLike[str], header: Header) -> np.ndarray:
 
 
 def copy_box(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a box as a file of its own: rows that were being written are left out."""
+    """The bytes of a box as a file of its own: rows that were being written are left out. It says that its process ran."""
     with opened_box(path) as box:
         header = parse_header(box.read(0, STRUCT.size))
         rows, _, slots = _rows(box, header, MAX_BYTES, [])
         ring = np.zeros(slots, CALL)
         ring[((rows["begin"] - 1) % np.uint64(header.capacity)).astype(np.int64)] = rows
         # The header and the heap come last: they know every record and id that the rows mention.
-        return box.read(0, HEADER_BYTES) + ring.tobytes() + box.read(HEADER_BYTES + ring.nbytes, box.size)
+        head, runs = bytearray(box.read(0, HEADER_BYTES)), is_alive(header.pid, header.start_ticks)
+        if runs and not header.closed_ns:
+            struct.pack_into("<Q", head, STRUCT.size - 8, time.time_ns())
+        return bytes(head) + ring.tobytes() + box.read(HEADER_BYTES + ring.nbytes, box.size)
 
 
 @contextmanager
@@ -364,6 +369,7 @@ def _trace_header(head: Header, heap: Heap) -> TraceHeader:
         attempt=head.attempt,
         start_ns=head.start_ns,
         written_ns=max(head.start_ns, head.step_ns, head.last_call_ns, head.closed_ns),
+        taken_ns=head.taken_ns,
         backend=str(meta.get("backend", ""))[:64],
         versions=tuple((str(name)[:64], str(text)[:64]) for name, text in versions.items()),
         dropped=max(0, head.next_id - head.capacity),

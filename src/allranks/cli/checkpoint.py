@@ -291,7 +291,9 @@ def _store(address: str, options: tuple[str, ...], must_exist: bool = True) -> I
 
 def _not_a_store(path: Path) -> InputError:
     if not path.exists():
-        return InputError(f"no such folder: '{path}'", hint=f"what is there: ls '{path.absolute().parent}'")
+        return InputError(
+            f"no such folder: '{path}'", hint=f"`ls {path.absolute().parent}` shows what is there."
+        )
     if path.suffix in (".pt", ".pth", ".ckpt", ".bin"):
         return InputError(
             f"'{path}' is a file of torch.save, not a store: it has no checksums",

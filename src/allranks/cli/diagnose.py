@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     options = read_flags(DiagnoseFlags, args)
     for name in (options.html, options.perfetto, options.output):
         check_target(name, options.force)
-    args.paths = [_box_folder(path) for path in args.paths]
+    args.paths = [job_or_path(path) for path in args.paths]
     if all(os.path.isfile(os.path.join(path, "processes.json")) for path in args.paths):
         from allranks.cli.stacks import show_tree
         from allranks.stacktraces.tree import read_looks
@@ -151,7 +151,7 @@ def _without_own_files(paths: list[str], loaded: LoadResult) -> LoadResult:
     return replace(loaded, files=dumps)
 
 
-def _box_folder(name: str) -> str:
+def job_or_path(name: str) -> str:
     """A path unchanged; for the name of a job of this node, the folder of its black boxes."""
     if name == "-":
         raise InputError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.cli.parser import read_flags
-from allranks.cli.terminal import answer, use_color
+from allranks.cli.terminal import answer, fold, use_color
 from allranks.doctor import Check, DoctorOptions, run_checks
 from allranks.errors import InputError
 from allranks.model.formatting import count
@@ -26,7 +26,6 @@ _MARKS = {
     "ok": ("ok", "32"),
     "warning": ("warning", "33"),
     "problem": ("PROBLEM", "31"),
-    "skipped": ("skipped", "2"),
 }
 
 
@@ -105,9 +104,16 @@ def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
 
 def render_checks(found: list[Check], colour: bool) -> Iterator[str]:
     """The table, with problems last, just above the prompt."""
-    order = {"skipped": 0, "ok": 1, "warning": 2, "problem": 3}
+    order = {"ok": 1, "warning": 2, "problem": 3}
     width = max((len(check.name) for check in found), default=0)
-    for check in sorted(found, key=lambda c: order[c.status]):
+    skipped = [
+        f"{check.name} ({check.detail.removeprefix('none given (').removesuffix(')')})"
+        for check in found
+        if check.status == "skipped"
+    ]
+    if skipped:
+        yield from fold(f"not checked: {', '.join(skipped)}")
+    for check in sorted((one for one in found if one.status in order), key=lambda c: order[c.status]):
         mark, code = _MARKS[check.status]
         shown = f"\x1b[{code}m{mark:>8}\x1b[0m" if colour else f"{mark:>8}"
         yield f"{shown}  {check.name:<{width}}  {check.detail}"

@@ -11,6 +11,7 @@ from allranks.cli.goodput import seconds_of
 from allranks.cli.parser import read_flags
 from allranks.cli.terminal import answer
 from allranks.errors import InputError
+from allranks.model.formatting import count
 from allranks.model.options import option
 
 
@@ -59,7 +60,11 @@ def main(args: argparse.Namespace) -> int:
         return 0
     facts = {"bad_nodes": [asdict(one) for one in bad], "events": [asdict(one) for one in events]}
     lines = [f"{one.node} is bad ({one.confidence:.0%} sure): {one.reason}." for one in bad]
-    lines = lines or [f"No node has failed again and again (of {len(events)} incidents on record)."]
+    lines = lines or [
+        f"No node fails repeatedly ({count(len(events), 'incident')} on record)."
+        if events
+        else "No incident is on record."
+    ]
     for event in events[-50:]:
         at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(event.at))
         lines.append(

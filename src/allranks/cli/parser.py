@@ -147,6 +147,13 @@ class _Parser(argparse.ArgumentParser):
         choices = [name for action in self._actions for name in action.choices or ()]
         wrong = re.search(r"unrecognized arguments: (\S+)|invalid choice: '([^']*)'", message)
         word = (wrong[1] or wrong[2]) if wrong else ""
+        missing = re.match(r"the following arguments are required: (\S+)$", message)
+        if (
+            missing
+            and choices
+            and not any(action.option_strings and action.choices for action in self._actions)
+        ):
+            message = f"give one of {', '.join(map(str, choices))}"
         number = re.match(r"argument (\S+): invalid (int|float) value: (.*)", message)
         if number:
             flag = number[1].split("/")[-1].rstrip(":")

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks.cli.diagnose import job_or_path
 from allranks.cli.parser import read_flags
 from allranks.cli.terminal import answer, at_work, check_target, write_whole
 from allranks.errors import InputError, require
@@ -25,7 +26,10 @@ _flag = partial(option, group="output")
 @dataclass(frozen=True)
 class ReplayFlags:
     paths: tuple[str, ...] = argument(
-        (), "the folder of an incident; or black boxes and dumps of a job", metavar="PATH", required=True
+        (),
+        "the folder of an incident; black boxes and dumps; or the name of a job",
+        metavar="PATH",
+        required=True,
     )
     output: str = _flag("replay.py", "the file to write", flags="-o --output", metavar="FILE")
     run: bool = _flag(False, "run it under the recorder, and check that cause and ranks are the same")
@@ -48,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     check_target(options.output, options.force)
     if options.run:
         require("torch", feature="allranks replay --run", extra="torch")
-    plan = make_plan(args.paths, options.processes)
+    plan = make_plan([job_or_path(path) for path in args.paths], options.processes)
     from allranks.diagnosis.replay_script import write_script
 
     write_whole(options.output, [write_script(plan, Path(options.output).name)])

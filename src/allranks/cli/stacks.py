@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # heavy: numpy comes with some
         ThreadLook,
         Where,
     )
+    from allranks.stacktraces.find import Target
     from allranks.stacktraces.procfs import ProcessEntry
     from allranks.stacktraces.tree import TreeLook
 
@@ -70,7 +72,7 @@ class StacksFlags:
         False, "the process of --pid and all below it, with their roles and who waits for whom"
     )
     role: str = _which("", "show only processes whose role contains this text", metavar="R")
-    for_s: float = option(5.0, "how long to look", flags="--for", unit="s", above=0)
+    for_s: float = option(5.0, "how long to sample", flags="--for", unit="s", above=0)
     all_nodes: bool = _which(
         False, "every node of the job, joined: through the agents of `allranks run`, else through Slurm"
     )
@@ -279,8 +281,7 @@ def _known_name(given: str, must: bool) -> str:
 
 
 def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture]:
-    """Samples this node, job by job (one that was chosen, or is alone, has no name); the bundle and the texts are
-    kept where -o or the configuration says."""
+    """Samples this node, all jobs at once (a job that was chosen, or is alone, has no name); keeps the bundles in -o."""
     from allranks.stacktraces import CollectOptions, Selection, collect, write_bundle
     from allranks.stacktraces.find import RANK_TITLES, find_jobs, find_others
     from allranks.stacktraces.procfs import scan
@@ -302,21 +303,22 @@ def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture
     )
     titles = (*RANK_TITLES, *debug.patterns)
     jobs = find_jobs(Selection(options.pid, options.name, options.job, titles, container=options.container))
-    captures = {}
-    for job, targets in jobs.items():
-        ranks = [target for target in targets if target.child is None]
-        of_job = f" of job {job}" if job else ""
-        children = len(targets) - len(ranks)
-        below = f" and {count(children, 'child process', 'child processes')}" if children else ""
-        _say(f"{count(len(ranks), 'rank')}{below}{of_job}")
+
+    def take(job: str, targets: list[Target]) -> Capture:
+        ranks = sum(target.child is None for target in targets)
+        _say(f"sampling {count(ranks, 'rank')}{f' of job {job}' if job else ''}")
         path = folder / _file_name(job) if folder is not None and job else folder
-        captures[job] = collect(targets, replace(how, raw_folder=path), _say)
+        found = collect(targets, replace(how, raw_folder=path), _say)
         if others := find_others(scan(), targets):
-            text = f"beside the ranks: {', '.join(others)}"
-            captures[job] = replace(captures[job], notes=(*captures[job].notes, text))
+            found = replace(found, notes=(*found.notes, f"beside the ranks: {', '.join(others)}"))
         if path is not None:
-            _say(f"Wrote {write_bundle(captures[job], path)}")
-    return captures
+            _say(f"Wrote {write_bundle(found, path)}")
+        return found
+
+    with ThreadPoolExecutor(
+        8, "allranks-jobs"
+    ) as pool:  # each job takes --for, all of them together no longer
+        return dict(zip(jobs, pool.map(take, jobs, jobs.values()), strict=True))
 
 
 def _file_name(job: str) -> str:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from allranks.cli.parser import read_flags
 from allranks.cli.terminal import use_color, wrap
-from allranks.model.formatting import count, duration, rank_list, ranks_text
+from allranks.model.formatting import count, duration, ranks_text
+from allranks.model.job_state import inside_line
 from allranks.model.options import argument, option
 from allranks.model.parsing import printable
 
@@ -35,9 +36,8 @@ class StatusFlags:
         "name of a job, or folder of its black boxes (default: the newest one that runs here)",
         metavar="JOB",
     )
-    json: bool = option(False, "print one JSON object (with --watch: one per line)")
-    watch: bool = option(False, "update until the job ends (`allranks top`)", flags="--watch -w")
-    interval: float = option(1.0, "time between two updates", unit="s", above=0)
+    json: bool = option(False, "print one JSON object (`top`: one per line, until the job ends)")
+    interval: float = option(1.0, "time between two updates of `top`", unit="s", above=0)
 
 
 FLAGS = (StatusFlags,)
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     from allranks.incidents.job_overview import Overview, find_job
 
     overview, flags = Overview(find_job(args.job)), read_flags(StatusFlags, args)
-    live, interval_s = flags.watch or args.command == "top", max(0.1, flags.interval)
+    live, interval_s = args.command == "top", max(0.1, flags.interval)
     screen = live and not flags.json and sys.stdout.isatty()
     if screen and sys.stdin.isatty() and importlib.util.find_spec("textual") is not None:
         from allranks.cli.top import run
@@ -80,17 +80,17 @@ def render(
     said = _wrap(view.line, width)
     yield from (f"\x1b[{LEVELS[view.level]}m{line}\x1b[0m" if colour else line for line in said)
     if not view.rows:
-        yield from (f"incident {printable(text, len(text))}" for text in view.incidents)
+        yield from incident_lines(view)
         return
     waiters = count_waiters(view)
     if height == UNLIMITED and len(view.rows) > MANY_RANKS:
         yield from _summary(view, waiters, colour)
-        yield from (f"incident {printable(text, len(text))}" for text in view.incidents)
+        yield from incident_lines(view)
         return
     columns = chosen_columns(view) if width >= WIDE else ("step", "silent")
     yield f"{'rank':>5} " + "".join(f"{name:>{WIDTHS[name]}} " for name in columns) + " doing"
     rows = list(view.rows)
-    told = [line for text in view.incidents for line in _wrap(f"incident {text}", width)]
+    told = [line for text in incident_lines(view) for line in _wrap(text, width)]
     room = max(5, height - 6 - len(said[1:]) - len(told))
     if len(rows) > room:
         rows = sorted(rows, key=lambda row: (row.alive, -(row.silent_s or 0.0)))[:room]
@@ -100,17 +100,29 @@ def render(
     yield from told
 
 
+def incident_lines(view: JobView, evidence: str = "") -> Iterator[str]:
+    """One for each incident; the sentence that the line of the job already has is replaced by the way to the evidence."""
+    evidence = (
+        evidence
+        or f"`allranks diagnose {view.job}` prints the evidence, `allranks page {view.job}` opens the page"
+    )
+    for text in view.incidents:
+        name, _, sentence = text.partition("): ")
+        told = bool(sentence) and inside_line(sentence) in view.line
+        yield f"incident {printable(f'{name}): {evidence}' if told else text, 10_000)}"
+
+
 def count_waiters(view: JobView) -> Counter[int]:
     """How many ranks wait for each; none while the detector says that the job moves."""
     return Counter(rank for row in view.rows if row.alive and view.still for rank in row.waits_for)
 
 
-WIDTHS = {"node": 16, "pid": 8, "step": 9, "calls": 11, "silent": 8, "GPU": 16}
+WIDTHS = {"node": 16, "pid": 8, "step": 9, "calls": 11, "silent": 10, "GPU": 16}
 
 
 def chosen_columns(view: JobView) -> tuple[str, ...]:
     """Nodes where there are several, GPUs where they are known."""
-    several = len({row.host for row in view.rows}) > 1
+    several = len({row.host for row in view.rows if row.host}) > 1
     known = any(row.gpu for row in view.rows)
     return (*(["node"] if several else []), "pid", "step", "calls", "silent", *(["GPU"] if known else []))
 
@@ -158,20 +170,16 @@ def _line(row: RankRow, waiters: int, columns: Sequence[str], colour: bool, widt
     """One rank; one that others wait for has the colour of the job's state."""
     held = row.alive and waiters > 0
     text = f"{row.name or row.rank:>5} " + "".join(f"{cell(row, name):>{WIDTHS[name]}} " for name in columns)
-    text += " " + doing_text(row, waiters if held else 0, view.still, narrow=width < WIDE)
+    text += " " + doing_text(row, waiters if held else 0, view.still)
     code = "31" if row.doing == "died" else LEVELS[view.level] if held else "" if row.alive else "2"
     return f"\x1b[{code}m{_cut(text, width)}\x1b[0m" if colour and code else _cut(text, width)
 
 
-def doing_text(row: RankRow, waiters: int, still: bool, narrow: bool = False) -> str:
-    """What it does, and who waits for whom; on a narrow screen that comes first."""
-    phase = f" [{row.phase}]" if row.phase else ""
-    held = f"<- {waiters:,} {'rank waits' if waiters == 1 else 'ranks wait'} for it" if waiters else ""
-    waits = rank_list(row.waits_for, limit=8) if still else ""
-    if narrow:
-        first = held or (f"waits for {waits}" if waits else "")
-        return f"{first}: {row.doing}{phase}" if first else f"{row.doing}{phase}"
-    return f"{row.doing}{f', waits for rank {waits}' if waits else ''}{phase}" + (f"  {held}" if held else "")
+def doing_text(row: RankRow, waiters: int, still: bool) -> str:
+    """Who waits for whom, then what it does: a narrow screen cuts the end."""
+    held = f"<- {waiters:,} {'rank waits' if waiters == 1 else 'ranks wait'} for it: " if waiters else ""
+    waits = f"waits for {ranks_text(row.waits_for, limit=8)}: " if still and row.waits_for else ""
+    return f"{held or waits}{row.doing}{f' [{row.phase}]' if row.phase else ''}"
 
 
 def _wrap(text: str, width: int) -> list[str]:

@@ -15,7 +15,15 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
-from allranks.cli.status import cell, chosen_columns, count_waiters, doing_text, headline, render
+from allranks.cli.status import (
+    cell,
+    chosen_columns,
+    count_waiters,
+    doing_text,
+    headline,
+    incident_lines,
+    render,
+)
 from allranks.cli.terminal import use_color
 from allranks.errors import AllranksError
 from allranks.incidents.job_overview import Overview, read_job
@@ -64,6 +72,12 @@ def sort_rows(rows: Iterable[RankRow], by: str, view: JobView) -> list[RankRow]:
     return sorted(rows, key=lambda row: (row.host, row.rank) if by == "node" else ("", row.rank))
 
 
+class Ranks(DataTable[Text]):
+    """The table; its key for the stack is in the footer."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Stack")]
+
+
 class Top(App[int]):
     """The screen. `look` runs on a thread: a slow disk does not freeze the keys."""
 
@@ -72,6 +86,7 @@ class Top(App[int]):
     #incidents { height: auto; max-height: 8; padding: 0 1; } #pane { display: none; height: 50%; border-top: solid $accent; padding: 0 1; }
     #pane.shown { display: block; } DataTable { height: 1fr; }
     """
+    ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "leave", "Quit"),
         Binding("slash", "filter", "Filter"),
@@ -94,7 +109,7 @@ class Top(App[int]):
     def compose(self) -> ComposeResult:
         yield Static(id="line", markup=False)
         yield Input(placeholder="rank, node, or what it does", id="filter")
-        yield DataTable(cursor_type="row", zebra_stripes=False)
+        yield Ranks(cursor_type="row", zebra_stripes=False)
         yield VerticalScroll(Static(id="text", markup=False), id="pane")
         yield Static(id="incidents", markup=False)
         yield Footer()
@@ -119,7 +134,7 @@ class Top(App[int]):
         text.append(view.line, style=LEVELS.get(view.level, ""))
         self.query_one("#line", Static).update(text)
         self.query_one("#incidents", Static).update(
-            "\n".join(f"incident {printable(one, len(one))}" for one in view.incidents[-3:])
+            "\n".join(list(incident_lines(view, "i shows its evidence"))[-3:])
         )
         self._fill(view)
         if not view.running and view.rows:

@@ -301,6 +301,8 @@ def _taken_ns(traces: list[RankTrace], roots: list[str]) -> tuple[int, bool]:
     from allranks.blackbox.reader import boxes_of_process
 
     boxes = [trace for trace in traces if trace.kind.startswith("black box")]
+    if taken := max((trace.header.taken_ns for trace in boxes), default=0):
+        return taken, False
     files = {trace.path: place for trace in boxes if (place := _Paths(roots).find(trace.path))}
     for trace in _local_boxes(boxes):
         pid, file = trace.header.pid, files.get(trace.path)
@@ -333,7 +335,8 @@ def _local_boxes(traces: list[RankTrace]) -> list[RankTrace]:
 
 
 def _is_running(trace: RankTrace) -> bool:
-    return is_alive(trace.header.pid, trace.header.start_ticks)
+    """Now, or when its black box was copied."""
+    return trace.header.taken_ns > 0 or is_alive(trace.header.pid, trace.header.start_ticks)
 
 
 def _captures(

@@ -218,7 +218,9 @@ class IncidentPublisher:
         logs = {} if self.folder is None else self._logs(self.folder, chosen_ranks(opened.current))
         evidence = rank_evidence(opened.current, traces, logs)
         ranks = [one.to_dict() for one in evidence]
-        body = {"incident": opened.current.id, "ranks": ranks, "timeline": bool(traces)}
+        verdict = opened.current.verdict
+        advice = list(verdict.advice) if verdict is not None else []
+        body = {"incident": opened.current.id, "advice": advice, "ranks": ranks, "timeline": bool(traces)}
         write_atomically(opened.path / EVIDENCE, json.dumps(body))
         write_atomically(opened.path / "story.html", render_story(opened.current, lines, evidence, traces))
 

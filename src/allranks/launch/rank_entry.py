@@ -52,7 +52,10 @@ def main() -> None:
     try:
         run_recorded()
     except KeyboardInterrupt as error:  # Ctrl-C reaches every rank: one line of each is enough
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        from allranks.model.stacks import is_user_file
+
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((one for one in reversed(frames) if is_user_file(one.filename)), frames[-1])
         print(f"interrupted at {frame.filename}:{frame.lineno} in {frame.name}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 

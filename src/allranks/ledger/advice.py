@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from allranks.ledger.records import COMPILING, EVALUATION, STARTING, USEFUL, WAITING
+from allranks.ledger.records import COMPILING, EVALUATION, STALLED, STARTING, USEFUL, WAITING
 from allranks.ledger.summary import JobAccount
 from allranks.model.formatting import duration
 
@@ -87,7 +87,8 @@ def advise(found: JobAccount) -> list[Advice]:
     """The largest gain first."""
     total = max(found.rank_seconds, 1e-9)
     shares = {
-        state: found.seconds.get(state, 0.0) / total for state in (WAITING, STARTING, COMPILING, EVALUATION)
+        state: found.seconds.get(state, 0.0) / total
+        for state in (WAITING, STALLED, STARTING, COMPILING, EVALUATION)
     }
     advice = [_of_interval(one, bool(found.failures)) for one in find_intervals(found)]
 
@@ -104,6 +105,12 @@ def advise(found: JobAccount) -> list[Advice]:
     why = f"{restarts} restarts spent {shares[STARTING]:.1%} of the time on starting processes"
     what = "keep warm processes (`--spares`, the default), or train with replicas"
     add(restarts > 0 and again > 0.01, what, why, again)
+    explained = found.mean_s("begin", "explained") or 0.0
+    gain = shares[STALLED] - len(found.failures) * explained / max(found.running_s, 1.0)
+    cause = max(found.stalled_by, key=lambda one: found.stalled_by[one], default="incidents")
+    why = f"incidents stalled the ranks {shares[STALLED]:.1%} of the time, most of it: {cause.replace('_', ' ')}"
+    what = "fix the cause (`allranks diagnose` names the line), or let `--recovery on` restart what hangs"
+    add(gain > 0.01, what, why, gain)
     notice = found.mean_s("begin", "noticed") or 0.0
     gain = len(found.failures) * (notice - 15.0) / max(found.running_s, 1.0)
     why = f"failures were noticed after {duration(notice)} on average"

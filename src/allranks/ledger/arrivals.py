@@ -154,7 +154,11 @@ def find_non_blocking(collectives: Sequence[Collectives], traces: Sequence[RankT
         for line in np.unique(numbers).tolist():
             of_line = np.flatnonzero(numbers == line)
             positions = _positions(one.step[of_line])
+            if (one.step[of_line] < 0).all():
+                positions = _places_in_pass(one.elements[0, of_line], one.arrived[0, of_line]).clip(0)
             for position in np.flatnonzero(np.bincount(positions) >= MIN_OF_POSITION).tolist():
+                if not one.blocks[:, of_line[positions == position]].any():
+                    continue  # these overlap with the backward pass anyway
                 rows = one.rows[:, of_line[positions == position]]
                 found = [_centered(features[rank][:, rows[i]]) for i, rank in enumerate(one.ranks)]
                 parts[lines[line]][position] += found
@@ -242,6 +246,24 @@ def overlaps(trace: RankTrace) -> np.ndarray:
     same = (calls["stack"][:-1] == calls["stack"][1:]) & (calls["step"][:-1] == calls["step"][1:])
     follows[:-1] = same & (np.diff(calls["created_ns"]) < 60e9)
     found: np.ndarray = follows & backward[calls["stack"]] & (calls["stack"] > 0)
+    unmarked = found & (calls["step"] < 0)
+    for line in np.unique(calls["stack"][unmarked]):
+        rows = np.flatnonzero(calls["stack"] == line)
+        places = _places_in_pass(calls["in_numel"][rows], calls["created_ns"][rows])
+        found[rows[(places == places.max()) & (places >= 0)]] = False
+    return found
+
+
+def _places_in_pass(sizes: np.ndarray, begun: np.ndarray) -> np.ndarray:
+    """Of calls of one line without step marks: how many it made in the same pass before, by sizes that repeat; -1: not known. The
+    longest time follows the last one. The first passes may differ: DDP forms its buckets anew."""
+    sizes, back = sizes[len(sizes) // 4 :], np.arange(len(sizes))[::-1]
+    period = next((n for n in range(1, len(sizes) // 2 + 1) if (sizes[n:] == sizes[:-n]).all()), 0)
+    if not period:
+        return np.full(len(back), -1)
+    after = np.diff(begun, append=begun[-1:])
+    last = int(np.argmax([np.median(after[back % period == n]) for n in range(period)]))
+    found: np.ndarray = (last - 1 - back) % period
     return found
 
 

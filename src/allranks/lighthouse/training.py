@@ -13,7 +13,7 @@ from statistics import median
 
 from allranks.lighthouse.status import Departed, StatusEvent, TrainingStatus
 from allranks.model.cluster import AGENT
-from allranks.model.formatting import age
+from allranks.model.formatting import age, one_line
 from allranks.model.job_state import JobFacts, describe
 
 NOTE_S = 0.05  # steps that follow each other faster are noted together
@@ -238,7 +238,8 @@ class TrainingView:
             elif usual is not None and away < usual:
                 parts.append(f"{one.replica} back in about {age(usual - away)}")
             else:
-                parts.append(f"{one.replica} lost {age(away)} ago")
+                why = f" ({one_line(one.reason, 80)})" if one.reason else ""
+                parts.append(f"{one.replica} lost {age(away)} ago{why}")
         more = f" and {len(gone) - 2} more" if len(gone) > 2 else ""
         return f", {', '.join(parts)}{more}" if parts else ""
 

@@ -376,6 +376,11 @@ class JobView:
         """Whether the detector says that the ranks do not move."""
         return self.state in ("looking", "hung", "stalled")
 
+    def __repr__(self) -> str:
+        """Short: the rows of a large job fill a screen."""
+        alive = sum(row.alive for row in self.rows)
+        return f"<JobView {self.job}: {self.line}; {alive:,} of {len(self.rows):,} ranks run>"
+
     def to_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "running": self.running, **asdict(self)}
 

@@ -6,6 +6,7 @@ moves: amber from their first suspicion, red from their verdict. Without agents,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,8 @@ from allranks.model.formatting import age, count, speed
 
 Level = Literal["good", "warn", "bad"]
 RED_STALL_S = 60.0  # without agents
+#: How long ranks had waited when the verdict was made; the line counts on by itself.
+_WAITED = re.compile(r"(\d ranks? )(?:has|have) waited (?:at most )?[\d.]+ \w+(?: \d+ \w+)?")
 
 
 @dataclass(frozen=True)
@@ -119,12 +122,12 @@ def _trouble(facts: JobFacts) -> StateLine | None:
         text = f"Looking into it: no progress{lasts}{_at(facts)}{_count(facts)}"
         return StateLine("looking", "warn", f"{text}; {cause}" if cause else text)
     if hang is not None:
-        what = hang.outcome or hang.sentence
+        what = inside_line(hang.outcome or hang.sentence)
         return StateLine("recovering", "warn", f"Recovering{_at(facts)}{_count(facts)}: {what}")
     death = None if facts.replicas else _newest(facts.incidents, "death")
     if death is not None:
         what = f"{death.sentence}; {death.outcome}" if death.outcome else death.sentence
-        return StateLine("recovering", "warn", f"Recovering{_count(facts)}: {what}")
+        return StateLine("recovering", "warn", f"Recovering{_count(facts)}: {inside_line(what)}")
     return None
 
 
@@ -134,8 +137,16 @@ def _hung(facts: JobFacts, hang: OpenIncident | None) -> StateLine:
     cause = hang.sentence if hang is not None else next((a.sentence for a in agents if a.sentence), "")
     done = "" if hang is None else hang.outcome or hang.decided
     lasts = f" for {age(facts.silent_s)}" if facts.silent_s else ""  # not known before the first call
-    text = f"Hung{lasts}{_at(facts)}" + (f": {cause[:1].lower()}{cause[1:]}" if cause else "")
+    text = f"Hung{lasts}{_at(facts)}" + (f": {inside_line(cause)}" if cause else "")
     return StateLine("hung", "bad", f"{text.rstrip('.')}. {done[:1].upper()}{done[1:]}" if done else text)
+
+
+def inside_line(sentence: str) -> str:
+    """A sentence of an incident after the colon of the line, which itself says for how long."""
+    plain = _WAITED.sub(
+        lambda found: f"{found[1]}{'waits' if found[1] == '1 rank ' else 'wait'} for it", sentence
+    )
+    return plain if plain[1:2].isupper() else f"{plain[:1].lower()}{plain[1:]}"
 
 
 def _not_training(facts: JobFacts) -> StateLine | None:

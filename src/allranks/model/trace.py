@@ -162,6 +162,7 @@ class TraceHeader:
     attempt: int = 0
     start_ns: int = 0
     written_ns: int = 0  # when the dump was taken; for a black box the last write
+    taken_ns: int = 0  # when a copy of a black box was made whose process still ran
     backend: str = ""
     versions: tuple[tuple[str, str], ...] = ()  # ("torch", "2.13.0"), ("nccl", "2.28.9")
     dropped: int = 0  # records overwritten by the ring

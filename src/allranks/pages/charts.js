@@ -15,7 +15,8 @@ const Charts = (function () {
   let data = { at: [] }, span = 900, zoomed = null, plots = [], incidents = [], box = null, clock = 0;
 
   function format(panel, v) { return panel.unit === "s" ? seconds(v) : show(v) + (v === null || v === undefined ? "" : panel.unit); }
-  function range() { return zoomed || [clock - span, clock]; }
+  // a young job fills the width: its first minute was a sliver at the right
+  function range() { return zoomed || [Math.max(clock - span, Math.min(data.at.length ? data.at[0] : clock, clock - 60)), clock]; }
   function used(panel) { return (data[panel.series[0][0]] || []).some((v) => v !== null && v !== undefined && (panel.title !== "Calls per second" || !(data.steps_per_s || []).some((s) => s !== null))); }
   function marks(u) {
     const { ctx, bbox } = u, dpr = devicePixelRatio || 1;

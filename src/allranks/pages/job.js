@@ -107,7 +107,8 @@
       if (!fetched.has(i.evidence)) fetched.set(i.evidence, await read(i.evidence));
       const ranks = fetched.get(i.evidence).ranks;
       holder.className = "evidence";
-      holder.replaceChildren(...ranks.length ? ranks.map(entry) : [make("p", "No stack or call was recorded.", "soft")]);
+      const advice = (fetched.get(i.evidence).advice || []).map((one) => say(make("p", "", "todo"), "What to do: " + one));
+      holder.replaceChildren(...(i.closed ? [] : advice), ...ranks.length ? ranks.map(entry) : [make("p", "No stack or call was recorded.", "soft")]);
       if (fetched.get(i.evidence).timeline && i.story) { const frame = make("iframe", "", "timeline"); frame.title = "Timeline of the calls"; frame.setAttribute("sandbox", "allow-scripts"); frame.loading = "lazy"; frame.src = i.story + "?timeline"; holder.append(frame); }
     } catch (error) { delete body.dataset.loaded; text(holder, "The evidence cannot be read: " + error); }
   }
@@ -192,7 +193,7 @@
     $("goodput-part").hidden = !total;
     if (!total) return;
     $("goodput").replaceChildren(...parts.map(([name, s]) => { const bar = make("div", "", "spent " + name); bar.style.width = 100 * s / total + "%"; bar.title = `${name}: ${age(s)}`; return bar; }));
-    text($("goodput-text"), parts.map(([name, s]) => `${name.replaceAll("_", " ")} ${(100 * s / total).toFixed(1)} %`).join(" · "));
+    text($("goodput-text"), parts.filter(([, s]) => s >= 0.0005 * total).map(([name, s]) => `${name.replaceAll("_", " ")} ${(100 * s / total).toFixed(1)} %`).join(" · "));
   }
 
   // ---- actions: the dialog asks for the token and says where it is

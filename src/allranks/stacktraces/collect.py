@@ -105,7 +105,6 @@ def collect(
         for number in range(1, settings.rounds + 1):
             if number > 1:
                 time.sleep(settings.interval_s)
-            say(f"sample {number} of {settings.rounds}")
             collection.sample(number, pool)
         collection.inspect(pool)
     return collection.finish()
@@ -207,7 +206,9 @@ class _Collection:
             facts = facts_of(read_facts(target.pid))
         except OSError as error:
             if target.child is None or not isinstance(error, (FileNotFoundError, ProcessLookupError)):
-                case.note(f"process {target.pid} could not be read: {error}")  # children come and go
+                ended = isinstance(error, FileNotFoundError | ProcessLookupError)
+                why = "ended meanwhile" if ended else f"could not be read: {error}"
+                case.note(f"process {target.pid} {why}")  # children come and go
             return None, ()
         case.inner.update(facts.inner)
         hidden = facts.threads and not any(thread.syscall for thread in facts.threads)

@@ -127,8 +127,9 @@ def _verdict(report: StacksReport) -> Iterator[str]:
     if report.hung is not False and report.reason and report.reason not in report.sentence:
         yield f"  because {report.reason}"
     for rank in report.culprits[:5]:
-        state = report.ranks[rank]
-        yield f"  rank {rank}: {state.evidence}"
+        seen = report.ranks[rank].evidence
+        if seen.partition(" (")[0] not in report.sentence:
+            yield f"  rank {rank}: {seen}"
     for line in report.ras:
         yield f"  NCCL RAS: {line}"
     notes = list(_fold_notes(report.notes))

@@ -153,12 +153,12 @@ def is_stopped(pid: int) -> bool:
 
 
 def sleeps(pid: int) -> bool:
-    """Whether no thread of the process runs at this moment; False when that cannot be read."""
+    """Whether the process is stopped, or none of its threads runs at this moment; False when that cannot be read."""
     try:
         states = [process_state(int(thread)) for thread in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return False
-    return bool(states) and all(state in ("S", "D") for state in states)
+    return bool(states) and all(state in ("S", "D", "T", "t") for state in states)
 
 
 def letter_of(sample: RankSample, now: float, asleep: Callable[[int], bool] = sleeps) -> str:

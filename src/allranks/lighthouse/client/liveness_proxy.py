@@ -167,7 +167,7 @@ class LivenessProxy:
         elif not self._asleep and 0 < self._timeout_s <= now - self._seen_running and self._link is not None:
             self._asleep = True
             self._link.held.drop_all(shut=True)
-            why = f"process {self._pid} is stopped (SIGSTOP) for {now - self._seen_running:.2f} s"
+            why = f"process {self._pid} was stopped by SIGSTOP"
             self._link.send(messages.encode(messages.Died(why, stopped=True)))
             self._link.close()
             # the first that it reads when it runs again: the others continue without it, so it must not commit alone
