@@ -376,7 +376,7 @@ def test_a_replica_of_several_ranks_asks_when_all_have_and_dies_with_any(
     ticket = b.request_quorum(Member("b"))
     first = ranks[0].request_quorum(Member("a", step=2, world_size=2))
     assert not ticket.wait(0.3)  # rank 1 of replica a has not asked
-    with pytest.raises(QuorumTimeout, match="only 1 of 2 ranks of a asked"):
+    with pytest.raises(QuorumTimeout, match="only 1 of 2 ranks of a requested a quorum"):
         first.result(0.1)
     quorum = form(*ranks, step=2)
     assert ticket.result(30) == quorum

@@ -259,7 +259,7 @@ def test_names_without_end_fill_no_memory() -> None:
         for number in range(MAX_REPLICAS + 10):
             await server.heartbeat(_heartbeat(f"r{number}"), Caller())
         assert len(server.peers) == len(service.state.replicas) == MAX_REPLICAS
-        with pytest.raises(ConnectionRefusedError, match=f"{MAX_REPLICAS} replicas are here already"):
+        with pytest.raises(ConnectionRefusedError, match=f"{MAX_REPLICAS} replicas are connected already"):
             await server.quorum(encode_quorum_request(Member("one more")), Caller())
         for port in range(5, 50):
             await server.heartbeat(_heartbeat("r0"), Caller(port))

@@ -1,6 +1,6 @@
-"""What can be set on a manager: one frozen object, each default written once, relations checked.
+"""The manager's options: one frozen object, with each default written once.
 
-Precedence: argument > environment > default. The environment is read once, by `from_environment`.
+Precedence: argument > environment > default. `from_environment` reads the environment once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from allranks.manager.groups.group_spec import seconds
 
 
 class WorldSizeMode(Enum):
-    """DYNAMIC: all members count. FIXED_WITH_SPARES: `min_replica_size` count, the rest stand by with zeros."""
+    """DYNAMIC: all members count. FIXED_WITH_SPARES: `min_replica_size` count, the others contribute zeros."""
 
     DYNAMIC = 0
     FIXED_WITH_SPARES = 1
@@ -35,22 +35,23 @@ class ManagerOptions:
     rank: int = 0
     world_size: int = 1
     timeout_s: float = 60.0  # of one collective, and of healing
-    quorum_timeout_s: float = 60.0  # of finding enough members
-    connect_timeout_s: float = 60.0  # of reaching the lighthouse, and of connecting a new group
+    quorum_timeout_s: float = 60.0  # to find enough members
+    connect_timeout_s: float = 60.0  # to connect to the lighthouse, and to connect a new group
     use_async_quorum: bool = True
     init_sync: bool = True
     world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
     max_retries: int | None = None  # steps in a row that may fail; None: no limit
-    proactive: bool = True  # act on the lighthouse's push; off: wait for a socket error or the timeout
-    host: str = "127.0.0.1"  # under which the other members reach this rank
+    proactive: bool = True  # act on the lighthouse's notices; off: wait for a socket error or the timeout
+    host: str = "127.0.0.1"  # address of this rank for the other members
     store_host: str = ""  # of the store that the ranks of this replica share; only for world_size > 1
     store_port: int = 0
     token: str | None = None  # of the job; None: from the environment
     check_every: int = EVERY_STEPS  # steps between two comparisons of the replicas' states; 0: never
-    on_difference: OnDifference = "heal"  # what is done when one differs; see Manager
-    # stop or restart when all holders of the state are gone; "": stop if there are checkpoints
-    on_state_loss: str = ""
-    global_rank: int = -1  # in the whole job; names the rank in verdicts; -1: not known
+    on_difference: OnDifference = "heal"  # action when a replica's state differs
+    on_state_loss: str = (
+        ""  # stop or restart when all holders of the state are gone; "": stop if there are checkpoints
+    )
+    global_rank: int = -1  # in the whole job, for verdicts; -1: not known
 
     def __post_init__(self) -> None:
         if self.min_replica_size < 1:
@@ -79,7 +80,7 @@ class ManagerOptions:
 
 
 def from_environment(given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> ManagerOptions:
-    """Arguments of a Manager; fills what was not given (None) from the environment, what is in neither keeps its default."""
+    """Options from the arguments of a Manager; for None from the environment, else the default."""
     values: dict[str, Any] = {
         SETTINGS[name]: seconds(value) if name.endswith("timeout") else value
         for name, value in given.items()
@@ -96,7 +97,7 @@ def from_environment(given: Mapping[str, Any], environment: Mapping[str, str] = 
 
 
 def _plain(address: str) -> str:
-    """torchft writes addresses as URLs; ours are host:port, several separated by commas."""
+    """Converts torchft's URLs to host:port, several separated by commas."""
     return ",".join(part.strip().removeprefix("http://").rstrip("/") for part in address.split(","))
 
 
