@@ -28,11 +28,10 @@ _PAUSE_S = 0.05  # between two attempts, to spare an etcd that elects its leader
 
 @dataclass(frozen=True)
 class KeyValue:
-    """A value, the revision that last changed it, and the one that created its key."""
+    """A value, and the revision that last changed it."""
 
     value: bytes
     revision: int
-    create_revision: int
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,14 @@ class Etcd:
     # ---- keys ---------------------------------------------------------------------------------------------
 
     def get(self, key: str) -> KeyValue | None:
-        """The value of a key, or None."""
         found = self._call("/v3/kv/range", {"key": _encode(key)}, _items)
         return next(iter(found.values()), None)
 
     def get_prefix(self, prefix: str) -> dict[str, KeyValue]:
-        """All keys that begin with the prefix."""
-        return self._call("/v3/kv/range", _range(prefix), _items)
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        return self._call("/v3/kv/range", {"key": _encode(prefix), "range_end": _encode(end)}, _items)
 
     def put(self, key: str, value: bytes, lease: int = 0) -> None:
-        """Writes a key."""
         self._call("/v3/kv/put", _put(key, value, lease), bool)
 
     def compare_and_put(self, key: str, value: bytes, revision: int, lease: int = 0) -> bool:
@@ -87,11 +84,8 @@ class Etcd:
 
     def delete(self, key: str) -> bool:
         """Removes a key; True if it was there."""
-        return self._call("/v3/kv/deleterange", {"key": _encode(key)}, _deleted) > 0
-
-    def delete_prefix(self, prefix: str) -> int:
-        """Removes all keys that begin with the prefix; returns how many."""
-        return self._call("/v3/kv/deleterange", _range(prefix), _deleted)
+        body = {"key": _encode(key)}
+        return self._call("/v3/kv/deleterange", body, lambda found: int(found.get("deleted", 0))) > 0
 
     # ---- leases -------------------------------------------------------------------------------------------
 
@@ -124,8 +118,6 @@ class Etcd:
         for connection in list(self._open):
             connection.close()
         self._open.clear()
-
-    # ---- inside -------------------------------------------------------------------------------------------
 
     def _put_where(self, compare: dict[str, str], put: dict[str, str]) -> tuple[bool, int]:
         asked = {"compare": [compare], "success": [{"request_put": put}]}
@@ -207,24 +199,14 @@ def _encode(data: str | bytes) -> str:
     return base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
 
 
-def _range(prefix: str) -> dict[str, str]:
-    return {"key": _encode(prefix), "range_end": _encode(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
-
-
 def _put(key: str, value: bytes, lease: int) -> dict[str, str]:
     put = {"key": _encode(key), "value": _encode(value)}
     return {**put, "lease": str(lease)} if lease else put
 
 
-def _deleted(answer: JsonObject) -> int:
-    return int(answer.get("deleted", 0))
-
-
 def _items(answer: JsonObject) -> dict[str, KeyValue]:
-    found = answer.get("kvs") or []
-    return {base64.b64decode(item["key"]).decode(): _key_value(item) for item in found}
-
-
-def _key_value(item: JsonObject) -> KeyValue:
-    value, revision = base64.b64decode(item.get("value", "")), int(item.get("mod_revision", 0))
-    return KeyValue(value, revision, int(item.get("create_revision", 0)))
+    found = {}
+    for item in answer.get("kvs") or []:
+        value, revision = base64.b64decode(item.get("value", "")), int(item.get("mod_revision", 0))
+        found[base64.b64decode(item["key"]).decode()] = KeyValue(value, revision)
+    return found

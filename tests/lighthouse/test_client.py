@@ -129,7 +129,7 @@ def test_one_question_at_a_time(embedded: Embedded, connect: Connect) -> None:
     """A second one before the answer is a mistake of the caller."""
     client = connect(embedded(min_replicas=2).address, "a")
     ticket = client.request_quorum(Member("a"))
-    with pytest.raises(LighthouseError, match="asking for a quorum already"):
+    with pytest.raises(LighthouseError, match="has requested a quorum already"):
         client.request_quorum(Member("a"))
     ticket.cancel()
     assert ticket.done()
@@ -290,7 +290,7 @@ def test_a_process_whose_name_was_given_away_learns_it_when_it_is_back(
     assert between.dropped_bytes
     between.drop.update(up=False, down=False)
     notices.wait(Superseded)
-    with pytest.raises(LighthouseRefused, match="took this one's place"):
+    with pytest.raises(LighthouseRefused, match="has replaced this one"):
         old.join(Member("b"), 5)
 
 

@@ -222,7 +222,6 @@ def test_a_server_that_is_no_etcd_is_an_error_that_says_so(body: bytes) -> None:
             lambda: client.grant(5),
             lambda: client.keep_alive(5),
             lambda: client.put_guarded("/a", 0, "/b", b""),
-            lambda: client.delete_prefix("/a"),
         ]
         failed = 0
         for call in calls:

@@ -63,7 +63,7 @@ async def test_members_are_told_when_another_gives_their_group_up(given_up: bool
     await desk.settle()
     await timers_until(_TOGETHER_S)
     told = [notice for notice in b_peer.of(QuorumWanted) if notice.broken]
-    assert [(notice.number, "a gave up" in notice.reason) for notice in told] == [(1, True)] * given_up
+    assert [(notice.number, "a left" in notice.reason) for notice in told] == [(1, True)] * given_up
     assert not a_peer.of(QuorumWanted)
 
 

@@ -51,12 +51,10 @@ class Keyring:
     token: str = field(default="", repr=False)
 
     def for_purpose(self, purpose: str) -> Credential:
-        """The credential of one purpose."""
         secret = hmac.digest(_SALT, self.token.encode(), "sha256")
         return Credential(purpose, hmac.digest(secret, purpose.encode() + b"\x01", "sha256"))
 
     def for_quorum(self, epoch: int, number: int) -> Credential:
-        """The credential of the members of one quorum."""
         return self.for_purpose(f"quorum {epoch}.{number}")
 
 

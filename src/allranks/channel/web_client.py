@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WebAnswer:
-    """A complete answer."""
-
     status: int
     date: str
     body: bytes

@@ -61,7 +61,6 @@ class EtcdV3Backend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """The name in logs."""
         return "etcd-v3"
 
     def get_state(self) -> tuple[bytes, int] | None:
@@ -104,11 +103,8 @@ class EtcdV3Store(dist.Store):
         self._etcd.put(self._prefix + key, _bytes(value), self._lease.lease())
 
     def get(self, key: str) -> bytes:
-        deadline = time.monotonic() + self._limit.total_seconds()
         while (found := self._etcd.get(self._prefix + key)) is None:
-            if time.monotonic() > deadline:
-                raise LookupError(f"key {key!r} did not appear in etcd within {self._limit}")
-            time.sleep(POLL_S)
+            self.wait([key])
         return found.value
 
     def _replace(self, key: str, value: bytes, found: KeyValue | None) -> bool:

@@ -37,7 +37,6 @@ class EtcdServer:
 
 
 def default_folder() -> Path:
-    """The default folder of the server's state."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "allranks" / "etcd"
 

@@ -115,7 +115,6 @@ class NodeAgent:
                 threading.Thread(target=self._expect_manager, name="allranks-manager", daemon=True).start()
 
     def close(self) -> None:
-        """Stops the watch."""
         self._closing.set()
         for each in (self._reporter, self._nodes):
             if each is not None:
@@ -200,10 +199,9 @@ class NodeAgent:
             done = f"{name} was evicted; the agent of its node restarts it"
         else:
             self._replace(action.replica, f"evicted: {action.reason}")
-            over = self.supervisor.training_over
-            done = (
-                f"{name} was ended: the training is over" if over else f"{name} was evicted and is restarted"
-            )
+            finished = self.supervisor.training_over
+            outcome = "ended: the training has finished" if finished else "evicted and is restarted"
+            done = f"{name} was {outcome}"
         return done + ("" if notified else " (lighthouse not notified)")
 
     def _set_aside(self, action: Action, incident: Incident) -> str:
@@ -319,7 +317,7 @@ class NodeAgent:
         return True
 
     def _stop_latecomers(self) -> None:
-        """The training is over: stops restarted replicas that have not joined, which would start it again alone."""
+        """The training has finished: stops restarted replicas that have not joined, which would start it again alone."""
         if self.watch is None or self.supervisor is None:
             return
         size, pids = self.watch.options.ranks_per_replica, self.supervisor.pids()
@@ -327,7 +325,7 @@ class NodeAgent:
         joined = {s.rank // size for s in samples if s.calls_completed and pids.get(s.rank) == s.pid}
         for replica in self.supervisor.restarted():
             if replica not in joined:
-                self.supervisor.request(Request("stop", replica, "the training is over"))
+                self.supervisor.request(Request("stop", replica, "the training has finished"))
 
     def _note_death(self, replica: int, death: Death) -> None:
         """Reports a death to the lighthouse, which notifies the survivors, then to the watch."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
-from allranks.channel.frames import HeldPort
+from allranks.channel.frames import HeldPort, split_address
 from allranks.errors import AllranksError, EtcdError
 from allranks.launch.spares import Spares
 from allranks.supervise.orphans import Guard, sweep
@@ -327,8 +327,7 @@ def no_server(endpoint: str, text: str) -> LaunchError:
 
 
 def split(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":") if ":" in endpoint.rpartition("]")[2] else (endpoint, "", "")
-    return host.strip("[]") or "localhost", int(port) if port.isdigit() else DEFAULT_PORT
+    return split_address(endpoint or "localhost", DEFAULT_PORT)
 
 
 def port_state(endpoint: str) -> Literal["free", "used", "elsewhere"]:

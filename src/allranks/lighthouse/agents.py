@@ -125,7 +125,7 @@ class Agents:
         self.ranks.drop(name, lost=True)
         heard = f"nothing heard of its agent for {now - session.heard:.1f} s"
         if session.cut:
-            reason = "its agent's connection was cut and did not return"
+            reason = "its agent's connection was cut and did not come back"
         else:
             reason = "its agent exited without shutting down" if certain else heard
         self.event_log.event("lost", f"node {found.node} lost: {reason}", name)

@@ -313,8 +313,6 @@ class Connection(asyncio.Protocol):
         self._listener.throttle.warn(why, "%s %s: closed", self.address, why)
         self._transport.abort()
 
-    # ---- inside -----------------------------------------------------------------------------------------
-
     def _read_shutdown_message(self) -> None:
         """Reads what had arrived: a write to a closed connection ends it before a replica's Leave is read."""
         if self._session is None or self._transport.get_extra_info("sslcontext"):

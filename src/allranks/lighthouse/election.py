@@ -99,8 +99,6 @@ class Election:
             raise Deposed("this lighthouse does not lead")
         await self._save(replace(kept, epoch=self._epoch))
 
-    # ---- inside -----------------------------------------------------------------------------------------
-
     async def _campaign(self) -> PersistedState:
         leader = None
         pause = min(0.25, self._options.lease_s / 4)

@@ -51,7 +51,6 @@ _HIGHEST = (
 
 
 def join(samples: Sequence[Sample]) -> Sample:
-    """Combines several samples into one."""
     values = {}
     for name in (one.name for one in fields(Sample)):
         known = [value for value in (getattr(one, name) for one in samples) if not math.isnan(value)]

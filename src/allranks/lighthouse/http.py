@@ -37,8 +37,6 @@ ALL_UNREAD_BYTES = 16 << 20  # the status of a thousand replicas has half a mega
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """One request, decoded."""
-
     method: str
     path: str
     query: dict[str, str] = field(default_factory=dict)

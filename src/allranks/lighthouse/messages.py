@@ -175,8 +175,6 @@ class Refused:
 
 @dataclass(frozen=True)
 class NoQuorumYet:
-    """Why there is no quorum yet."""
-
     reason: str
     missing: tuple[str, ...] = ()
 

@@ -60,9 +60,8 @@ class QuorumCoordinator:
     event_log: EventLog
     keep: Keep | None = None
     active: bool = True
-    on_new: Callable[[Quorum], Quorum] | None = (
-        None  # completes a quorum of other members before it is formed
-    )
+    # completes a quorum of other members before it is formed
+    on_new: Callable[[Quorum], Quorum] | None = None
     reason: str = "no quorum yet"
     waiting: str = ""
     _rule: str = "nobody"
@@ -108,8 +107,6 @@ class QuorumCoordinator:
         """Why there is no quorum now, and the replicas waited for."""
         decision, reason = decide(self.now(), self.state, self.options)
         return reason, decision.missing if isinstance(decision, Wait) else ()
-
-    # ---- inside -----------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         self._planned = False
@@ -247,9 +244,8 @@ class QuorumCoordinator:
         elif (self.state.round, reason) != self._wanted:
             self._wanted = (self.state.round, reason)
             joining = find_joining(now, self.state)
-            waiting = (
-                tuple(joining) if len(joining) <= _NAMED else ()
-            )  # members prepare a group for a few only
+            # members prepare a group for a few only
+            waiting = tuple(joining) if len(joining) <= _NAMED else ()
             wanted = QuorumWanted(reason, self.state.number, waiting=waiting)
             self.event_log.notify(wanted, self.state.continuing_not_asking)
             self.event_log.flush()

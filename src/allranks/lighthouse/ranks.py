@@ -157,7 +157,6 @@ class RankTable:
         return times[len(times) // 2], times[min(len(times) - 1, int(0.99 * len(times)))]
 
     def loss(self) -> float | None:
-        """The loss of the lowest rank that reports one."""
         reports = (one for one in self.reports.values() if one.loss and one.ranks)
         return min(((one.ranks[0], one.loss[0]) for one in reports), default=(0, None))[1]
 

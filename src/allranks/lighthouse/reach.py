@@ -98,7 +98,6 @@ class Reach:
         return found
 
     def forget(self, session: str) -> None:
-        """The process of this session is gone."""
         self.unserved.discard(session)
         for table in (self.proved, self.probing):
             table.pop(session, None)

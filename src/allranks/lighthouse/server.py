@@ -180,7 +180,6 @@ class Lighthouse:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout_s)
 
     def status(self) -> Status:
-        """A snapshot; from any thread."""
         return self.call(take_snapshot)
 
     def _run(self) -> None:

@@ -82,9 +82,8 @@ class Service:
     _next_sweep: float = 0.0
     _audience: tuple[frozenset[str], frozenset[str], frozenset[str]] = (frozenset(), frozenset(), frozenset())
     _lost_steps: LostSteps | None = None  # last reported
-    _finishing: set[str] = field(
-        default_factory=set
-    )  # sessions reported as finished that have not departed yet
+    # sessions reported as finished that have not departed yet
+    _finishing: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.awake = AwakeClock(max_step_s=min(0.5, self.options.heartbeat_timeout_s / 4))

@@ -61,9 +61,8 @@ class Session:
     unresponsive: bool = False  # it acknowledges nothing; logged once
     cut: bool = False  # the last connection ended with an error, not with an orderly close
     dialect: str = ""  # of a protocol other than ours
-    proxy: bool = (
-        False  # connected by a liveness proxy: if that is killed, the rank is alive and starts another
-    )
+    # connected by a liveness proxy: if that is killed, the rank is alive and starts another
+    proxy: bool = False
     pending: dict[int, tuple[Notice, bytes]] = field(default_factory=dict)
 
     @property
@@ -213,7 +212,6 @@ class EventLog:
         self._waiting.append((notice, frozenset(replicas)))
 
     def flush(self) -> None:
-        """Sends the queued notices."""
         waiting, self._waiting = self._waiting, []
         groups: dict[frozenset[str], list[Notice]] = {}
         for notice, targets in waiting:

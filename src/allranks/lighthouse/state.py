@@ -23,8 +23,6 @@ from allranks.model.cluster import Member, Quorum
 
 @dataclass(slots=True)
 class Replica:
-    """One live replica."""
-
     name: str
     session: str
     node: str = ""
@@ -95,9 +93,8 @@ class QuorumState:
     continuing_not_asking: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
-    finishers: set[str] = field(
-        default_factory=set
-    )  # members of the last quorum that completed their training
+    # members of the last quorum that completed their training
+    finishers: set[str] = field(default_factory=set)
     _sessions: dict[str, str] = field(default_factory=dict)  # of the last quorum
 
     # ---- coming and going -------------------------------------------------------------------------------
@@ -390,8 +387,6 @@ class QuorumState:
             self.replicas[name].asking = member_asking
             self._index(name)
         return expected
-
-    # ---- inside -----------------------------------------------------------------------------------------
 
     def _depart(self, replica: Replica, gone: Gone) -> None:
         if self._note_departure(replica):

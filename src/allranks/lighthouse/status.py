@@ -103,4 +103,4 @@ class PersistedState:
     number: int = 0
     quorum: Quorum | None = None
     evicted: dict[str, str] = field(default_factory=dict)  # name -> reason
-    finished: tuple[str, ...] = ()  # members of the quorum whose training is over
+    finished: tuple[str, ...] = ()  # members of the quorum that completed their training

@@ -182,9 +182,8 @@ class Backward:
     """The backward of a wrapped module. Not in the module itself: setting a module's attribute is slow."""
 
     running: bool = False
-    warm: bool = (
-        False  # the first backward is done; it loads kernels, which collectives in flight would slow down
-    )
+    # the first backward is done; it loads kernels, which collectives in flight would slow down
+    warm: bool = False
     reduced: bool = False  # this step's gradients have been reduced
     next: int = 0  # bucket to reduce next; in the same order on every replica
     issuer: object = None  # identifies this backward's collectives

@@ -118,7 +118,6 @@ class Fragment:
     works: list[ManagedWork] = field(default_factory=list)
 
     def keep(self) -> None:
-        """Copies the current parameters as the global ones."""
         self.globals = {
             name: p.detach().to(self.device or p.device, copy=True)
             for name, p in self.module.named_parameters()

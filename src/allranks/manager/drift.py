@@ -109,9 +109,8 @@ class StateSums:
     every: int = EVERY_STEPS
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    small: dict[str, HasState] = field(
-        default_factory=dict
-    )  # schedulers, scalers, samplers: compares state_dict()
+    # schedulers, scalers, samplers: compares state_dict()
+    small: dict[str, HasState] = field(default_factory=dict)
     # the state that LocalSGD and DiLoCo keep from the last exchange
     kept: list[Callable[[], Mapping[str, torch.Tensor]]] = field(default_factory=list)
     corruption: CorruptionHistory = field(default_factory=CorruptionHistory)

@@ -21,8 +21,6 @@ from allranks.manager.plan import FRESH, NOWHERE, Claim, Lineage, Position, Quor
 
 
 class HeldState(StateFacts, frozen=True):
-    """See the module."""
-
     claimed: bool = False  # the next quorum decides the result
     verdict: bool | None = None  # the quorum's decision
 

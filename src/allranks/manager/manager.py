@@ -82,9 +82,8 @@ class Manager:
         self._wrapped: list[torch.nn.Module] = []
         self._opened: ManagerResources | None = None
         self._failures = 0
-        self._settled: torch.cuda.Event | None = (
-            None  # when it has completed on the GPU, the state is complete
-        )
+        # when it has completed on the GPU, the state is complete
+        self._settled: torch.cuda.Event | None = None
         self._volatile = False  # the state changes between commits, so an offer must be a copy
         self._opening = threading.Lock()
         self.training.eager = self.options.world_size == 1
@@ -324,8 +323,6 @@ class Manager:
         end_compile_workers()
         record.announce("leaving", up_to_s=15.0)  # the exit may take some time
         opened.close(reason, finished)
-
-    # ---- inside ----
 
     @property
     def _patience_s(self) -> float:

@@ -16,6 +16,9 @@ from allranks.errors import ConfigurationError
 from allranks.manager.drift import EVERY_STEPS, OnDifference
 from allranks.manager.groups.gloo import own_host
 from allranks.manager.groups.group_spec import seconds
+from allranks.model.options import check_options, option
+
+_STATE_LOSS = ("", "stop", "restart")
 
 
 class WorldSizeMode(Enum):
@@ -31,12 +34,12 @@ class ManagerOptions:
 
     lighthouse: str
     replica_id: str
-    min_replica_size: int = 1
+    min_replica_size: int = option(1, "fewest members of a quorum", at_least=1)
     rank: int = 0
     world_size: int = 1
-    timeout_s: float = 60.0  # of one collective, and of healing
-    quorum_timeout_s: float = 60.0  # to find enough members
-    connect_timeout_s: float = 60.0  # to connect to the lighthouse, and to connect a new group
+    timeout_s: float = option(60.0, "of one collective, and of healing", above=0)
+    quorum_timeout_s: float = option(60.0, "to find enough members", above=0)
+    connect_timeout_s: float = option(60.0, "to reach the lighthouse, and to connect a new group", above=0)
     use_async_quorum: bool = True
     init_sync: bool = True
     world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
@@ -46,31 +49,21 @@ class ManagerOptions:
     store_host: str = ""  # of the store that the ranks of this replica share; only for world_size > 1
     store_port: int = 0
     token: str | None = None  # of the job; None: from the environment
-    check_every: int = EVERY_STEPS  # steps between two comparisons of the replicas' states; 0: never
-    on_difference: OnDifference = "heal"  # action when a replica's state differs
-    on_state_loss: str = (
-        ""  # stop or restart when all holders of the state are gone; "": stop if there are checkpoints
+    check_every: int = option(EVERY_STEPS, "steps between two comparisons of states; 0: never", at_least=0)
+    on_difference: OnDifference = option(
+        "heal", "action when a replica's state differs", choices=("heal", "stop", "report")
+    )
+    on_state_loss: str = option(
+        "", 'when all holders of the state are gone; "": stop if there are checkpoints', choices=_STATE_LOSS
     )
     global_rank: int = -1  # in the whole job, for verdicts; -1: not known
 
     def __post_init__(self) -> None:
-        if self.min_replica_size < 1:
-            raise ConfigurationError(f"min_replica_size must be at least 1, not {self.min_replica_size}")
+        check_options(self)
         if not 0 <= self.rank < self.world_size:
             raise ConfigurationError(
                 f"rank {self.rank} is outside the replica's world size {self.world_size}"
             )
-        for name in ("timeout_s", "quorum_timeout_s", "connect_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigurationError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.check_every < 0:
-            raise ConfigurationError(f"check_every must not be negative, but is {self.check_every}")
-        if self.on_difference not in ("heal", "stop", "report"):
-            raise ConfigurationError(
-                f"on_difference must be heal, stop or report, not {self.on_difference!r}"
-            )
-        if self.on_state_loss not in ("", "stop", "restart"):
-            raise ConfigurationError(f"on_state_loss must be stop or restart, not {self.on_state_loss!r}")
         if not self.lighthouse:
             raise ConfigurationError(
                 "the manager does not know where the lighthouse is",

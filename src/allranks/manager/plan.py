@@ -63,9 +63,8 @@ class ReplicaClaim:
     min_replicas: int = 1
     init_sync: bool = True
     fixed: bool = False  # members beyond min_replicas are spares, which contribute zeros
-    beside: bool = (
-        False  # it can heal during its first step, contributing zeros, so that the others need not wait
-    )
+    # it can heal during its first step, contributing zeros, so that the others need not wait
+    beside: bool = False
     prepares: bool = False  # it has no group yet, and can be invited to make one (prepared_group.py)
     prepared: str = ""  # name of the group that it has prepared for this quorum
     backend: str = ""  # for its gradients: nccl or gloo; "": not known
@@ -291,8 +290,8 @@ def _reason(
     if rolls:
         parts.append(f"step {top[1]} was committed before the failure: {len(rolls)} ranks roll forward")
     if healing:
-        beside = " during their first step" if late else ""
-        parts.append(f"{_names(healing)} heal from {_names(sources)}{beside}")
+        during = " during their first step" if late else ""
+        parts.append(f"{_names(healing)} heal from {_names(sources)}{during}")
     if len(participants) < len(members):
         parts.append(f"gradients of {_names(participants)} count")
     return "; ".join(parts)

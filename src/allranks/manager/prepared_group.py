@@ -118,7 +118,7 @@ class GroupPreparation:
             global_ranks=invitation.global_ranks,
             limit_s=self.limit_s,
         )
-        call = AbandonableCall(lambda: self.group.make_beside(spec), self.group.discard)
+        call = AbandonableCall(lambda: self.group.make_next(spec), self.group.discard)
         with self._lock:
             self._call = call
         if self.cancelled:

@@ -36,11 +36,9 @@ class RegisteredState:
         return {name: part for name, part in parts.items() if not isinstance(part, large)}
 
     def save(self) -> dict[str, object]:
-        """The state of every part."""
         return {key: save() for key, (_, save) in self.functions.items()}
 
     def load(self, parts: Mapping[str, object]) -> None:
-        """Loads every part that is present."""
         for key, (load, _) in self.functions.items():
             if key in parts:
                 load(parts[key])
@@ -81,7 +79,6 @@ def named_parts(state: Sequence[object] | Mapping[str, object]) -> dict[str, obj
 
 
 def state_functions(part: Any) -> tuple[LoadFunction, SaveFunction]:
-    """The functions that load and save a part."""
     if isinstance(part, torch.Generator):
         return lambda state: part.set_state(state["state"].cpu()), lambda: {"state": part.get_state()}
     return part.load_state_dict, part.state_dict

@@ -369,10 +369,10 @@ class Regrouper:
         others = [replica for place, replica in enumerate(said) if place != index]
         listeners = tuple(replica.ranks[rank].listener for replica in others)
         own_store = dist.PrefixStore(f"{prefix}/{rank}", store)
-        beside = known_ranks(replica.ranks[rank].global_rank for replica in said)
+        global_ranks = known_ranks(replica.ranks[rank].global_rank for replica in said)
         name = f"replicas/{quorum.number}" + (f"/{rank}" if self.options.world_size > 1 else "")
         limit_s = self.options.connect_timeout_s
-        spec = GroupSpec(own_store, index, len(said), quorum.number, listeners, name, beside, limit_s)
+        spec = GroupSpec(own_store, index, len(said), quorum.number, listeners, name, global_ranks, limit_s)
         self.group.reconfigure(spec, self.next_group.take(agreed(said), index, len(said)))
         times.mark("communicator made")
         first = sum(len(replica.ranks) for replica in said[:index]) + rank

@@ -66,18 +66,16 @@ class TrainingState:
     wanted: str = ""  # why a new quorum should be requested; "": not needed
     regrouping: bool = False
     news: str = ""  # raised in the next vote
-    extended_until: float = (
-        0.0  # this replica is left out and tries again: the training thread waits until then
-    )
+    # this replica is left out and tries again: the training thread waits until then
+    extended_until: float = 0.0
     forming: int = 0  # number of the quorum whose group is being made
     losses: dict[int, str] = field(default_factory=dict)  # quorum number -> what was lost
     heard: set[Position] = field(default_factory=set)  # states of members that left
     # order of a quorum that we have not received yet -> replicas that have fetched their state in it
     fetched: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     failure: BaseException | None = None  # why there is no quorum
-    eager: bool = (
-        True  # the state may be read during the computation; False: LocalSGD, DiLoCo, sharded models
-    )
+    # the state may be read during the computation; False: LocalSGD, DiLoCo, sharded models
+    eager: bool = True
     parked: bool = False  # the training thread waits in start_quorum
     readers: int = 0  # threads that read the state meanwhile
     read_limit_s: float = 60.0  # of one read, for which the training thread waits before it changes the state

@@ -69,9 +69,8 @@ class Tally:
 MAX_VOTERS = 4096
 _WAITING_S = 0.2
 _CUT_S = 2.5  # a connection whose peer's kernel does not answer for this long is ended
-_SILENT_S = (
-    1.3  # a connection without an answer for this long was cut, not closed; an open one has one each second
-)
+# a connection without an answer for this long was cut, not closed; an open one has one each second
+_SILENT_S = 1.3
 _GREETED = 100  # handshakes that a server runs at a time: in a larger quorum clients retry
 _RETRY_S = 0.05
 _REMEMBERED = 8  # meshes whose early connections are kept
@@ -96,9 +95,8 @@ class VoteMesh:
     _early: dict[str, dict[int, socket.socket]] = field(default_factory=dict)  # mesh name -> voter -> socket
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _open: list[socket.socket] = field(default_factory=list)  # also while connecting
-    _lines: list[socket.socket] = field(
-        default_factory=list
-    )  # once all are connected, in the order of the voters
+    # once all are connected, in the order of the voters
+    _lines: list[socket.socket] = field(default_factory=list)
     _places: list[int] = field(default_factory=list)  # of the voters at the other ends
     silent: frozenset[int] = frozenset()  # voters that were cut off when the mesh ended
     _place: int = 0  # our index among the voters
@@ -202,7 +200,6 @@ class VoteMesh:
             line.close()
 
     def shutdown(self) -> None:
-        """Ends the mesh for good."""
         self.abort("shut down")
         with self._changed:
             for callers in self._early.values():

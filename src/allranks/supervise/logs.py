@@ -45,7 +45,6 @@ class Terminal:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes the waiting lines, for at most CLOSE_S."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -105,9 +105,8 @@ class Supervisor:
 
     options: ReplicaOptions
     on_event: Callable[[Event], None] = lambda event: None
-    trained: Callable[[int], bool] = lambda replica: (
-        False
-    )  # whether a replica's last processes trained for a while
+    # whether a replica's last processes trained for a while
+    trained: Callable[[int], bool] = lambda replica: False
     _replicas: dict[int, _Replica] = field(default_factory=dict)
     _requests: queue.SimpleQueue[Request] = field(default_factory=queue.SimpleQueue)
     _wake: int = -1  # an eventfd
@@ -316,7 +315,7 @@ class Supervisor:
         elif error:
             delay, why = None, f"set aside: {error}"
         elif self.training_over:
-            delay, why = None, "not started again: the training is over"
+            delay, why = None, "not restarted: the training has finished"
         if delay is None:
             replica.state = "aside"
             self._tell(Event("set_aside", replica.number, why))
@@ -380,7 +379,7 @@ class Supervisor:
             return
         for replica in self._replicas.values():
             if replica.history.restarts and replica.state == "running":
-                self._begin_stop(replica, "stop", "the training is over")
+                self._begin_stop(replica, "stop", "the training has finished")
             elif replica.state == "waiting":
                 replica.state = "finished"
 

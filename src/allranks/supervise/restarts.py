@@ -39,7 +39,6 @@ class RestartHistory:
         return RestartHistory(self.restarts, row, (*recent, now_s))
 
     def after_restart(self) -> RestartHistory:
-        """The history after a restart."""
         return RestartHistory(self.restarts + 1, self.failures_in_row, self.failed_at_s)
 
 
@@ -64,7 +63,7 @@ def find_program_error(failures: Sequence[Failure]) -> str:
         return ""
     return (
         f"the program fails the same way each time, {len(last)} times {last[-1].place}: {last[-1].sentence}; "
-        "it is not started again"
+        "it is not restarted"
     )
 
 

@@ -69,7 +69,6 @@ class LighthouseServer:
         return f"http://{self._lighthouse.address}"
 
     def shutdown(self) -> None:
-        """May be called several times."""
         self._lighthouse.close()
 
     def __enter__(self) -> str:

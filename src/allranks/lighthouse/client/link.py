@@ -44,9 +44,8 @@ class HeldSockets:
     """
 
     by_number: dict[int, list[int]] = field(default_factory=dict)
-    aborted_up_to: int = (
-        0  # this quorum has lost a member: its groups, and those of earlier quorums, cannot work
-    )
+    # this quorum has lost a member: its groups, and those of earlier quorums, cannot work
+    aborted_up_to: int = 0
 
     def add(self, number: int, fds: Iterable[int]) -> None:
         """Takes ownership. Sockets of a quorum that has lost a member already are shut down at once."""

@@ -49,8 +49,6 @@ def read_mark(path: str) -> RankProgress | None:
 
 
 class LivenessProxy:
-    """One rank's liveness proxy."""
-
     def __init__(self, line: socket.socket) -> None:
         self._reactor = Reactor()
         self._socket = line

@@ -40,8 +40,6 @@ _FULL_PAUSE_S = 5.0  # the same after the process could not be started
 
 
 class ProxyLink:
-    """See the module."""
-
     def __init__(
         self, options: ClientOptions, reactor: Reactor, receive: Callable[[int, bytes], None]
     ) -> None:

@@ -30,15 +30,12 @@ MAX_FDS = 250  # of one message; the kernel's limit is 253
 
 
 class ReactorTimer:
-    """A scheduled call."""
-
     __slots__ = ("callback",)
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        """Drops the call."""
         self.callback = None
 
 
@@ -89,7 +86,6 @@ class Reactor:
                 self._selector.unregister(fd)
 
     def later(self, delay_s: float, callback: Callable[[], None]) -> ReactorTimer:
-        """Calls `callback` once after `delay_s`."""
         timer = ReactorTimer(callback)
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), timer))
         return timer

@@ -65,7 +65,6 @@ class Generation:
         return list(places.values())
 
     def replica_of(self, voter: int) -> str:
-        """The replica of a voter."""
         return self.quorum.members[self.seats[voter][0]].replica
 
     @property

@@ -125,7 +125,6 @@ class GlooMesh:
     """One gloo device with at most one group. `abort` may come from any thread at any time."""
 
     host: str = ""
-    interface: str = ""
     _device: object = None
     _listener: str = ""
     _others: set[str] = field(default_factory=set)  # gloo listeners of the other members
@@ -182,8 +181,7 @@ class GlooMesh:
             os.close(fd)
 
     def _create_device(self) -> object:
-        interface = self.interface or os.environ.get("GLOO_SOCKET_IFNAME", "")
-        if interface:
+        if interface := os.environ.get("GLOO_SOCKET_IFNAME", ""):
             return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
         return dist.ProcessGroupGloo.create_device(hostname=self.host or own_host())
 

@@ -74,7 +74,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
     def reconfigure(self, spec: GroupSpec, made: object = None) -> None:
         """Aborts the old backend and makes a new one with these members; raises when they do not connect.
 
-        `made`: the backend that `make_beside` made for the same members.
+        `made`: the backend that `make_next` made for the same members.
         """
         self.abort()
         making = AbandonableCall(
@@ -118,7 +118,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
     def drop_retired(self) -> None:
         """Called after each commit: destroys retired backends once the next group has made some steps."""
 
-    def make_beside(self, spec: GroupSpec) -> object:
+    def make_next(self, spec: GroupSpec) -> object:
         """Makes a backend for `reconfigure` while the current one works, on any thread. None: not needed."""
         return None
 
@@ -146,7 +146,6 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         """Waits until the device has completed the operations."""
 
     def num_active_work(self) -> int:
-        """How many operations may be running."""
         return len(self._works)
 
     def set_timeout(self, timeout: Seconds) -> None:
@@ -229,7 +228,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         """The new backend is in use from now on."""
 
     def _begin(self, made: object) -> object:
-        """Completes a backend that `make_beside` made."""
+        """Completes a backend that `make_next` made."""
         return made
 
     def discard(self, backend: object) -> None:
@@ -263,9 +262,9 @@ class ProcessGroupGloo(ReconfigurableGroup):
 
     backend_name = "gloo"
 
-    def __init__(self, timeout: Seconds = 60.0, host: str = "", interface: str = "") -> None:
+    def __init__(self, timeout: Seconds = 60.0, host: str = "") -> None:
         super().__init__(timeout)
-        self.mesh = GlooMesh(host=host, interface=interface)
+        self.mesh = GlooMesh(host)
         #: Called with (descriptors, quorum number) once a group is connected, so that a helper can shut them down.
         self.on_connected: Callable[[list[int], int], None] | None = None
 

@@ -50,5 +50,5 @@ def _forget_servers() -> None:
     libc.__res_init()
     state = (ctypes.c_char * _STATE.size).from_address(libc.__res_state())
     options = _STATE.unpack_from(state)[2]
-    nobody = socket.AF_INET, socket.htons(1), socket.inet_aton("127.0.0.1")
-    _STATE.pack_into(state, 0, 1, 1, options, 1, *nobody)
+    no_server = socket.AF_INET, socket.htons(1), socket.inet_aton("127.0.0.1")
+    _STATE.pack_into(state, 0, 1, 1, options, 1, *no_server)

@@ -26,9 +26,8 @@ from allranks.errors import GroupAborted
 T = TypeVar("T")
 _here = threading.local()  # `call`: the call running on this thread
 MAX_LEFT_RUNNING = 16  # abandoned calls; each keeps a thread and torch's resources until its own time limit
-_left_running: set[AbandonableCall[Any]] = (
-    set()
-)  # abandoned and still running; changed under the calls' locks
+# abandoned and still running; changed under the calls' locks
+_left_running: set[AbandonableCall[Any]] = set()
 
 
 def _used() -> NoReturn:

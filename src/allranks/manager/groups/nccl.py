@@ -152,7 +152,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         """
         return self._begin(self._connect(spec))
 
-    def make_beside(self, spec: GroupSpec) -> object:
+    def make_next(self, spec: GroupSpec) -> object:
         """Makes a communicator without launching an operation, which could deadlock with one of the current group."""
         backend = self._connect(spec)
         if can_wait_until_connected(backend):
@@ -208,9 +208,8 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         if hasattr(options, "config"):
             options.config.blocking = False  # a blocking communicator waits without a limit
             if spec.world_size == 1:
-                options.config.max_ctas = (
-                    1  # it transfers nothing: 1 channel instead of 32, which take 390 MB
-                )
+                # it transfers nothing: 1 channel instead of 32, which take 390 MB
+                options.config.max_ctas = 1
         variables = {**_SURVIVE, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, int(limit_s)))}
         with torch.cuda.device(device), environment(variables):
             began = time.monotonic()

@@ -39,7 +39,6 @@ def destroy_later(
 
 
 def start_thread(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
-    """Starts a daemon thread."""
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     thread.start()
     return thread

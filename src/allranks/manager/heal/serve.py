@@ -44,9 +44,8 @@ class HealServer:
     address: str = ""  # host:port once started
     sent_bytes: int = 0
     on_voter: Callable[[str, int, socket.socket], None] | None = None  # takes a voter's connection over
-    on_fetched: Callable[[tuple[int, int], int], None] | None = (
-        None  # a healing replica has fetched its state
-    )
+    # a healing replica has fetched its state
+    on_fetched: Callable[[tuple[int, int], int], None] | None = None
     _offer: Offer | None = None
     _quorum: tuple[int, int] = (0, 0)  # of the offer
     _changed: threading.Condition = field(default_factory=threading.Condition)

@@ -42,7 +42,7 @@ class Staging:
     def fetch(self, source: torch.Tensor) -> memoryview:
         """The bytes of a flat uint8 tensor of a device."""
         host = self._host(source.numel())
-        with self._beside(source.device):
+        with self._on_side_stream(source.device):
             host.copy_(source, non_blocking=True)
         return memory_of(host)
 
@@ -53,7 +53,7 @@ class Staging:
     def store(self, offset: int, target: torch.Tensor) -> None:
         """Copies received bytes, from `offset` on, into a flat uint8 tensor of a device."""
         if self._memory is not None and target.numel():
-            with self._beside(target.device):
+            with self._on_side_stream(target.device):
                 target.copy_(self._memory[offset : offset + target.numel()], non_blocking=True)
 
     def _host(self, length: int) -> torch.Tensor:
@@ -62,15 +62,15 @@ class Staging:
         return self._memory[:length]
 
     @contextlib.contextmanager
-    def _beside(self, device: torch.device) -> Iterator[None]:
+    def _on_side_stream(self, device: torch.device) -> Iterator[None]:
         began = time.monotonic()
-        with stream_beside(device, self._streams):
+        with side_stream(device, self._streams):
             yield
         self.copying_s += time.monotonic() - began
 
 
 @contextlib.contextmanager
-def stream_beside(device: torch.device, streams: dict[torch.device, torch.cuda.Stream]) -> Iterator[None]:
+def side_stream(device: torch.device, streams: dict[torch.device, torch.cuda.Stream]) -> Iterator[None]:
     """Runs GPU work on a stream of `streams`, and waits for it at the end. Does nothing for a CPU."""
     if device.type != "cuda":
         yield
@@ -138,7 +138,6 @@ class StateLayout:
         return sum(note.nbytes for note in self.notes)
 
     def to_json(self) -> dict[str, object]:
-        """As a JSON object."""
         return {
             "skeleton": self.skeleton,
             "notes": [[n.name, n.dtype, list(n.shape), n.nbytes, list(n.whole)] for n in self.notes],
@@ -191,10 +190,10 @@ def make_offer(
         nbytes = local.numel() * local.element_size()
         # on a separate stream, not behind the forward and backward already launched
         if nbytes <= SMALL_BYTES:  # to the host: the allocator might reuse a copy on the device
-            with stream_beside(local.device, streams):
+            with side_stream(local.device, streams):
                 local = local.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         elif copy or not local.is_contiguous() or local.data_ptr() in moving:
-            with stream_beside(local.device, streams):
+            with side_stream(local.device, streams):
                 local = local.detach().clone(memory_format=torch.contiguous_format)
         notes.append(
             TensorNote(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), nbytes, whole)
