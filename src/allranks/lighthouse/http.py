@@ -249,7 +249,7 @@ def _parse_head(head: bytes) -> tuple[HttpRequest, int]:
     if len(lines) > MAX_LINES:
         raise ValueError(f"more than {MAX_LINES} headers")
     if not len(lines) == head.count(b"\r") == head.count(b"\n") or b"\0" in head:
-        raise ValueError("a lone CR or LF: a proxy in front may read other headers")
+        raise ValueError("a NUL, or a lone CR or LF: a proxy in front may read other headers")
     method, target, version = first.split(" ")
     if not version.startswith("HTTP/1."):
         raise ValueError("not HTTP/1")
