@@ -1,7 +1,7 @@
-"""etcd v3 over its JSON gateway, with the standard library: what an election and a rendezvous need.
+"""A client of etcd v3 over its JSON gateway, with the standard library, for an election and a rendezvous.
 
-Runs in the lighthouse (leases, the guarded write of a leader), in the agent (torchrun's rendezvous) and in the
-doctor. Blocking; every call has a limit and goes to the next endpoint when one does not answer or has no leader.
+Runs in the lighthouse (leases, a leader's guarded writes), in the agent (torchrun's rendezvous) and in the doctor.
+Blocking; every call has a time limit and tries the next endpoint when one does not answer or has no leader.
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ from allranks.errors import EtcdError
 
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 64 << 20
-_PAUSE_S = 0.05  # between two attempts, so that an election of etcd's own is not met by a storm
+_PAUSE_S = 0.05  # between two attempts, to spare an etcd that elects its leader
 
 
 @dataclass(frozen=True)
 class KeyValue:
-    """A value, the revision that changed it last, and the one that made its key."""
+    """A value, and the revision that last changed it."""
 
     value: bytes
     revision: int
-    create_revision: int
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Keys that hang on a lease go with it."""
+    """A lease: its keys are deleted when it expires."""
 
     id: int
-    ttl_s: float  # as granted, which may be more than was asked for
+    ttl_s: float  # as granted, which may be more than requested
 
 
 @dataclass(frozen=True)
 class Etcd:
-    """A client of one cluster. Threads may share it: each has a connection of its own, `close` ends them all."""
+    """A client of one cluster. Threads may share it: each has its own connection, and `close` ends them all."""
 
     endpoints: tuple[str, ...]  # "http://host:2379", see parse_endpoints
     timeout_s: float = 5.0  # of one attempt at one endpoint
@@ -56,16 +55,14 @@ class Etcd:
     # ---- keys ---------------------------------------------------------------------------------------------
 
     def get(self, key: str) -> KeyValue | None:
-        """The value of a key, or None."""
         found = self._call("/v3/kv/range", {"key": _encode(key)}, _items)
         return next(iter(found.values()), None)
 
     def get_prefix(self, prefix: str) -> dict[str, KeyValue]:
-        """All keys that begin with the prefix."""
-        return self._call("/v3/kv/range", _range(prefix), _items)
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        return self._call("/v3/kv/range", {"key": _encode(prefix), "range_end": _encode(end)}, _items)
 
     def put(self, key: str, value: bytes, lease: int = 0) -> None:
-        """Writes a key."""
         self._call("/v3/kv/put", _put(key, value, lease), bool)
 
     def compare_and_put(self, key: str, value: bytes, revision: int, lease: int = 0) -> bool:
@@ -76,7 +73,7 @@ class Etcd:
     def put_guarded(
         self, guard: str, create_revision: int, key: str, value: bytes, lease: int = 0
     ) -> tuple[bool, int]:
-        """Writes `key` if `guard` was made at that revision (0: does not exist). (written, revision now)."""
+        """Writes `key` if `guard` was created at that revision (0: does not exist). Returns (written, current revision)."""
         compare = {
             "key": _encode(guard),
             "target": "CREATE",
@@ -87,11 +84,8 @@ class Etcd:
 
     def delete(self, key: str) -> bool:
         """Removes a key; True if it was there."""
-        return self._call("/v3/kv/deleterange", {"key": _encode(key)}, _deleted) > 0
-
-    def delete_prefix(self, prefix: str) -> int:
-        """Removes all keys that begin with the prefix; returns how many."""
-        return self._call("/v3/kv/deleterange", _range(prefix), _deleted)
+        body = {"key": _encode(key)}
+        return self._call("/v3/kv/deleterange", body, lambda found: int(found.get("deleted", 0))) > 0
 
     # ---- leases -------------------------------------------------------------------------------------------
 
@@ -103,14 +97,14 @@ class Etcd:
         )
 
     def keep_alive(self, lease: int) -> float:
-        """Seconds that the lease lives on; 0 when it is gone."""
+        """Renews a lease; returns its remaining seconds, 0 when it has expired."""
         asked = {"ID": str(lease)}
         return self._call(
             "/v3/lease/keepalive", asked, lambda found: float(found.get("result", {}).get("TTL", 0))
         )
 
     def revoke(self, lease: int) -> None:
-        """Ends a lease and what hangs on it."""
+        """Ends a lease and deletes its keys."""
         self._call("/v3/lease/revoke", {"ID": str(lease)}, bool)
 
     # ---- the cluster --------------------------------------------------------------------------------------
@@ -125,8 +119,6 @@ class Etcd:
             connection.close()
         self._open.clear()
 
-    # ---- inside -------------------------------------------------------------------------------------------
-
     def _put_where(self, compare: dict[str, str], put: dict[str, str]) -> tuple[bool, int]:
         asked = {"compare": [compare], "success": [{"request_put": put}]}
         return self._call(
@@ -136,9 +128,9 @@ class Etcd:
         )
 
     def _call(self, path: str, body: JsonObject, read: Callable[[JsonObject], T]) -> T:
-        """What `read` makes of the answer.
+        """Posts a request and returns `read(answer)`.
 
-        One attempt more than there are endpoints: a connection kept for long may just have been closed.
+        Makes one attempt more than there are endpoints, since a kept connection may have been closed.
         """
         failures = []
         for attempt in range(len(self.endpoints) + 1):
@@ -160,17 +152,17 @@ class Etcd:
         self._open.add(connection)
         headers = {"Content-Type": "application/json"}
         response, raw = ask(connection, "POST", path, self.timeout_s, MAX_ANSWER_BYTES, body, headers)
-        if response.status >= 500:  # this member has lost its cluster; another may not have
+        if response.status >= 500:  # this member has lost its cluster: tries another
             raise OSError(f"HTTP {response.status} {raw[:200].decode('utf-8', 'replace')}")
         if response.status != 200:
             raise EtcdError(f"etcd at {endpoint} answered {response.status} to {path}: {bytes(raw[:300])!r}")
         try:
             answer = json.loads(raw)
             if not isinstance(answer, dict):
-                raise TypeError("no object")
+                raise TypeError("not an object")
             return read(answer)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            self._drop()  # there may be more of it
+            self._drop()  # unread bytes may follow
             raise EtcdError(f"{endpoint} is not an etcd: it answered {bytes(raw[:100])!r}") from error
 
     def _drop(self) -> None:
@@ -207,24 +199,14 @@ def _encode(data: str | bytes) -> str:
     return base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
 
 
-def _range(prefix: str) -> dict[str, str]:
-    return {"key": _encode(prefix), "range_end": _encode(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
-
-
 def _put(key: str, value: bytes, lease: int) -> dict[str, str]:
     put = {"key": _encode(key), "value": _encode(value)}
     return {**put, "lease": str(lease)} if lease else put
 
 
-def _deleted(answer: JsonObject) -> int:
-    return int(answer.get("deleted", 0))
-
-
 def _items(answer: JsonObject) -> dict[str, KeyValue]:
-    found = answer.get("kvs") or []
-    return {base64.b64decode(item["key"]).decode(): _key_value(item) for item in found}
-
-
-def _key_value(item: JsonObject) -> KeyValue:
-    value, revision = base64.b64decode(item.get("value", "")), int(item.get("mod_revision", 0))
-    return KeyValue(value, revision, int(item.get("create_revision", 0)))
+    found = {}
+    for item in answer.get("kvs") or []:
+        value, revision = base64.b64decode(item.get("value", "")), int(item.get("mod_revision", 0))
+        found[base64.b64decode(item["key"]).decode()] = KeyValue(value, revision)
+    return found

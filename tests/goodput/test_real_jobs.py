@@ -145,7 +145,7 @@ def test_a_rank_that_becomes_slow_is_an_incident_with_the_line_that_it_is_at(
 @pytest.mark.everything
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "on_slow, kind, said", [("swap", "evict", "started again"), ("evict", "set_aside", "set aside")]
+    "on_slow, kind, said", [("swap", "evict", "is restarted"), ("evict", "set_aside", "set aside")]
 )
 def test_a_slow_replica_is_replaced_or_left_out(tmp_path: Path, on_slow: str, kind: str, said: str) -> None:
     (tmp_path / "job.yaml").write_text(f"recovery:\n  on_slow: {on_slow}\n")

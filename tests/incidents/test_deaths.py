@@ -231,7 +231,7 @@ def test_a_lost_replica_whose_process_runs_is_a_partition(
         write_box(tmp_path / "boxes", rank, step, calls=calls)
     agent = NodeAgent(dog, None, supervisor)
     notice = MemberLost("replica-1", "connection was cut and did not come back")
-    agent._look_after(notice, agent._pids(notice), 5.0)
+    agent._check_lost(notice, agent._pids(notice), 5.0)
     stories = read_incidents(tmp_path / "incidents")
     assert [(s["kind"], s["ranks"], s["verdict"]["cause"]) for s in stories] == (
         [("partition", [1], "none_finished")] if running and step >= 0 else []

@@ -142,7 +142,7 @@ def test_when_the_training_is_over_a_replica_on_its_way_back_is_turned_away(tmp_
     watch, ranks = trained(tmp_path, Hand()), Ranks()
     write_box(tmp_path / "boxes", 1, -1, calls=0)
     agent = NodeAgent(watch, None, ranks)
-    agent._happened(Event("finished", 0, 0.0))
+    agent._on_event(Event("finished", 0, 0.0))
     agent.close()
     assert [(request.action, request.replica) for request in ranks.asked] == [("stop", 1)]
 

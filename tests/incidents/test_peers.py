@@ -170,7 +170,7 @@ def node(tmp_path: Path, name: str, lighthouse: Lighthouse) -> tuple[Client, Wat
     watch = Watch(options)
     agent = NodeAgent(watch, client, peers=PeerAgents(client, TOKEN))
     watch.join(agent.peers, lambda incident: None)
-    client.subscribe(agent._noticed)
+    client.subscribe(agent._on_notice)
     return client, watch, agent
 
 
@@ -246,7 +246,7 @@ def test_a_replica_that_another_node_evicted_in_our_common_incident_is_started_a
         ("replica-2", "a person wants it so"),
         ("replica-0", "20260101-000000-hang: sleep of rank 0"),
     ):
-        agent._noticed(Evicted(replica, reason))
+        agent._on_notice(Evicted(replica, reason))
     assert [(request.action, request.replica) for request in ranks.asked] == [("restart", 3)]
 
 
@@ -261,7 +261,7 @@ def test_the_supervisor_does_not_wait_for_a_lighthouse_that_is_frozen(tmp_path: 
     agent.start()
     try:
         lighthouse.send_signal(signal.SIGSTOP)
-        handled = threading.Thread(target=agent._happened, args=(Event("finished", 2),))
+        handled = threading.Thread(target=agent._on_event, args=(Event("finished", 2),))
         handled.start()
         handled.join(5)
         assert not handled.is_alive()

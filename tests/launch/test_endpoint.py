@@ -9,7 +9,7 @@ import time
 import pytest
 from tests.ports import held_port
 
-from allranks.launch.torchrun_patches import split, wait_for_host, who_listens
+from allranks.launch.torchrun_patches import port_state, split, wait_for_host
 from allranks.launch.whole_job import explain
 
 
@@ -31,9 +31,9 @@ def test_an_endpoint_is_a_host_and_a_port(endpoint: str, place: tuple[str, int])
 def test_a_port_of_this_machine_is_free_or_held_and_others_are_elsewhere() -> None:
     """The last one is an address that no machine may have."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert who_listens(f"127.0.0.1:{server.getsockname()[1]}") == "somebody"
-    assert who_listens(f"127.0.0.1:{held_port()}") == "nobody"
-    assert who_listens("192.0.2.1:29400") == "elsewhere"
+        assert port_state(f"127.0.0.1:{server.getsockname()[1]}") == "used"
+    assert port_state(f"127.0.0.1:{held_port()}") == "free"
+    assert port_state("192.0.2.1:29400") == "elsewhere"
 
 
 def test_a_host_that_does_not_come_is_waited_for_until_the_deadline() -> None:
@@ -45,7 +45,7 @@ def test_a_host_that_does_not_come_is_waited_for_until_the_deadline() -> None:
 def test_a_host_elsewhere_that_comes_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts to listen while we wait. (Every address of this machine can be bound: that one is ours is hidden.)"""
     port = held_port()
-    monkeypatch.setattr("allranks.launch.torchrun_patches.who_listens", lambda endpoint: "elsewhere")
+    monkeypatch.setattr("allranks.launch.torchrun_patches.port_state", lambda endpoint: "elsewhere")
     found: list[bool] = []
     waiting = threading.Thread(
         target=lambda: found.append(wait_for_host(f"127.0.0.1:{port}", time.monotonic() + 60))

@@ -45,7 +45,7 @@ def test_compare_and_put_has_one_winner(etcd: Etcd) -> None:
     assert found is not None and found.value == b"first"
     assert etcd.compare_and_put("/a", b"third", found.revision)
     assert etcd.get_prefix("/")["/a"].value == b"third"
-    assert etcd.delete_prefix("/a") == 1
+    assert etcd.delete("/a")
     assert etcd.get("/a") is None
 
 

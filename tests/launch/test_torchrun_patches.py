@@ -77,7 +77,7 @@ def _meet(handler: OneNode) -> Any:
 @pytest.fixture
 def closed_door() -> Iterator[Any]:
     """A torch without the method behind the first door."""
-    module, _, place = torchrun_patches.MEETING.partition(":")
+    module, _, place = torchrun_patches.RENDEZVOUS.partition(":")
     owner = getattr(importlib.import_module(module), place.split(".")[0])
     ordinary = owner._rendezvous
     del owner._rendezvous
@@ -179,11 +179,11 @@ def test_who_is_waited_for_is_said_with_the_limit(caplog: pytest.LogCaptureFixtu
     ranks = [subprocess.Popen(["sleep", "60"]), subprocess.Popen(["true"])]
     ranks[1].wait()
     try:
-        torchrun_patches._say_who_is_left(ranks, 30)
+        torchrun_patches._log_remaining(ranks, 30)
     finally:
         ranks[0].kill()
         ranks[0].wait()
-    torchrun_patches._say_who_is_left(ranks, 30)
+    torchrun_patches._log_remaining(ranks, 30)
     assert [record.getMessage() for record in caplog.records] == [
         "waiting for 1 of 2 ranks to end; they are killed after 30 s (--shutdown-timeout)"
     ]

@@ -138,7 +138,7 @@ def test_status_evict_readmit_and_collect(
     assert main(["lighthouse", "readmit", lighthouse.address, "r0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"schema": 1, "replica": "r0", "done": "readmit"}
     assert main(["lighthouse", "readmit", lighthouse.address, "r0"]) == 2
-    assert "neither evicted nor in back-off" in capsys.readouterr().err
+    assert "is not evicted, in back-off or too late" in capsys.readouterr().err
     assert main(["lighthouse", "collect", lighthouse.address, "r0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["incident"]
     for words in (["evict"], ["readmit"], ["collect"]):

@@ -100,7 +100,7 @@ class JobLife:
         """A member comes back to a lighthouse that has formed nothing, or something out of nothing."""
         if self.reported is not None and not self.state.taken_over:
             told = (self.reported.epoch, self.reported.number, self.reported.round)
-            assert self.state.hear_of(self.now, told, unknown=True)
+            assert self.state.note_last_quorum(self.now, told, unknown=True)
             assert self.state.settling_until > self.now
             self.state.adopt(self.now, self.reported)
             assert not self.state.yielding and self.state.number >= self.reported.number

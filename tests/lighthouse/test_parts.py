@@ -23,10 +23,10 @@ from allranks.errors import ConfigurationError
 from allranks.lighthouse import messages
 from allranks.lighthouse.client.liveness_proxy import read_mark
 from allranks.lighthouse.connection import Connection
-from allranks.lighthouse.detect import AwakeClock, find_silent
+from allranks.lighthouse.detect import AwakeClock
 from allranks.lighthouse.messages import decode, encode, load, plain_dump, plain_load
 from allranks.lighthouse.options import Options, ServerOptions
-from allranks.lighthouse.sessions import Session
+from allranks.lighthouse.sessions import Session, Sessions
 from allranks.model.cluster import CollectEvidence, Member, MemberLost, Quorum
 
 QUORUM = Quorum(
@@ -128,8 +128,10 @@ def test_time_asleep_does_not_count() -> None:
 
 def test_the_silent_are_found_and_the_next_look_is_planned() -> None:
     """Nobody is looked at more often than needed."""
-    sessions = [Session(str(i), "", 0, False, "", 1, None, heard) for i, heard in enumerate((1.0, 4.0, 9.0))]
-    silent, again = find_silent(10.0, sessions, 6.0)
+    sessions = Sessions()
+    for i, heard in enumerate((1.0, 4.0, 9.0)):
+        sessions.add(Session(str(i), "", 0, False, "", 1, None, heard))
+    silent, again = sessions.find_silent(10.0, 6.0)
     assert [session.replica for session in silent] == ["0", "1"]
     assert again == 15.0
 

@@ -244,7 +244,7 @@ def test_an_impostor_cannot_fill_a_clients_memory(packed: bool) -> None:
 
     with (
         listening(serve) as address,
-        pytest.raises(LighthouseUnreachable, match="not a lighthouse of our version"),
+        pytest.raises(LighthouseUnreachable, match="not a lighthouse of this version"),
     ):
         Client(ClientOptions(addresses=(address,), token=TOKEN, replica="a")).start(3)
     assert came

@@ -186,7 +186,7 @@ def test_one_that_reports_everybody_is_left_out_itself() -> None:
     ask(state, 0.0, "d", step=9, unreached=("a.1", "b.1", "c.1"))
     quorum = form(state, 0.0)
     assert quorum.names == ("a", "b", "c")
-    assert "left out: d (cannot connect with a, b, c; next try in 2 s)" in quorum.reason
+    assert "left out: d (cannot connect to a, b, c; next try in 2 s)" in quorum.reason
 
 
 def test_a_pair_is_tried_again_after_a_pause_that_doubles() -> None:
@@ -315,7 +315,7 @@ def test_a_newcomer_is_probed_by_members_that_train(
     ticket = b.request_quorum(Member("b", address="127.0.0.1:9"))
     eventually(lambda: {r["replica"]: r["state"] for r in a.status()["replicas"]}["b"] == "unreachable")
     assert not called.is_set() and not ticket.done()
-    assert "b (cannot connect with a" in a.status()["waiting"]
+    assert "b (cannot connect to a" in a.status()["waiting"]
 
 
 def test_real_processes_that_ask_in_a_loop_are_slowed_down(

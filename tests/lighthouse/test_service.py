@@ -63,7 +63,7 @@ async def test_members_are_told_when_another_gives_their_group_up(given_up: bool
     await desk.settle()
     await timers_until(_TOGETHER_S)
     told = [notice for notice in b_peer.of(QuorumWanted) if notice.broken]
-    assert [(notice.number, "a gave up" in notice.reason) for notice in told] == [(1, True)] * given_up
+    assert [(notice.number, "a left" in notice.reason) for notice in told] == [(1, True)] * given_up
     assert not a_peer.of(QuorumWanted)
 
 
@@ -183,7 +183,7 @@ async def test_a_training_that_is_over_is_not_begun_anew_by_a_latecomer() -> Non
     await desk.settle()
     status = take_snapshot(desk.service)
     assert not c_peer.of(Quorum)
-    assert "the training is over (a, b finished in quorum 1): c is too late" in status.waiting
+    assert "the training has finished (a, b in quorum 1): c joined too late" in status.waiting
     assert {row.replica: row.state for row in status.replicas} == {
         "a": "finished",
         "b": "finished",
@@ -220,7 +220,7 @@ async def test_the_end_of_a_training_outlives_its_lighthouse() -> None:
     second.service.join(late, Member("c"))
     await second.settle()
     assert not late_peer.of(Quorum)
-    assert "the training is over" in take_snapshot(second.service).waiting
+    assert "the training has finished" in take_snapshot(second.service).waiting
 
 
 @on_loop
@@ -377,7 +377,7 @@ async def test_a_lighthouse_that_does_not_lead_sends_everybody_to_the_leader() -
     desk = Desk()
     _, peer = desk.enter("a")
     desk.service.follow("other:1")
-    assert peer.of(Refused)[0] == Refused("moved", "this lighthouse does not lead any more", "other:1")
+    assert peer.of(Refused)[0] == Refused("moved", "this lighthouse no longer leads", "other:1")
     assert peer.closed
     refused = desk.service.hello(FakePeer(), Hello(replica="b", session="b.1"))
     assert isinstance(refused, Refused)
@@ -453,7 +453,7 @@ async def test_steps_that_are_lost_with_their_replicas_are_told() -> None:
         desk.service.join(b, Member("b", f"b.{number}"))
         await until(lambda peer=b_peer: bool(peer.of(Quorum)))  # type: ignore[misc]
     told = [event.text for event in take_snapshot(desk.service).history if event.kind == "went_back"]
-    assert told == ["training starts over from step 0: all replicas that had come to step 50 are gone"]
+    assert told == ["training starts over from step 0: all replicas that had reached step 50 are gone"]
 
 
 @on_loop

@@ -259,7 +259,7 @@ def test_names_without_end_fill_no_memory() -> None:
         for number in range(MAX_REPLICAS + 10):
             await server.heartbeat(_heartbeat(f"r{number}"), Caller())
         assert len(server.peers) == len(service.state.replicas) == MAX_REPLICAS
-        with pytest.raises(ConnectionRefusedError, match=f"{MAX_REPLICAS} replicas are here already"):
+        with pytest.raises(ConnectionRefusedError, match=f"{MAX_REPLICAS} replicas are connected already"):
             await server.quorum(encode_quorum_request(Member("one more")), Caller())
         for port in range(5, 50):
             await server.heartbeat(_heartbeat("r0"), Caller(port))
@@ -297,7 +297,7 @@ def test_nobody_takes_the_place_of_a_member_with_a_token_at_torchfts_port() -> N
         server, member = TorchftServer(service), GrpcPeer("10.0.0.1:1")
         session = service.hello(member, Hello(replica="a", session="secret of a"))
         await server.heartbeat(_heartbeat("a"), Caller())
-        with pytest.raises(ConnectionRefusedError, match="a has proved its name"):
+        with pytest.raises(ConnectionRefusedError, match="a has authenticated"):
             await server.quorum(encode_quorum_request(Member("a")), Caller())
         assert service.sessions.get("a", 0) is session and not server.peers
         await server.heartbeat(_heartbeat("b"), Caller())

@@ -308,10 +308,12 @@ def test_a_whole_job_that_was_started_again_starts_over_unless_it_is_too_far_for
     lost = view.note_step("replica-0", 3, clock.at)
     assert lost is not None and not lost.restored
     assert lost.text.startswith(
-        "training starts over from step 0 after a restart: it had come to step 1000, and step 3 "
+        "training starts over from step 0 after a restart: it had reached step 1000, and step 3 "
     )
     view, clock = trained(steps=1000)
     clock.at += 10.0
     lost = view.note_step("replica-0", 900, clock.at)
     assert lost is not None and lost.restored
-    assert lost.text == "training continues from a checkpoint of step 900 or before; it had come to step 1000"
+    assert (
+        lost.text == "training continues from a checkpoint of step 900 or earlier; it had reached step 1000"
+    )

@@ -81,7 +81,7 @@ def test_losing_everything_is_an_incident_and_stops_where_it_should(tmp_path: Pa
     process.wait(240)
     output = (tmp_path / "output").read_text()
     assert "protection: each of 2 replicas holds the whole state" in output, output
-    assert "training starts over from step 0: all replicas that had come to step" in output, output
+    assert "training starts over from step 0: all replicas that had reached step" in output, output
     reasons = [json.loads(p.read_text())["reason"] for p in (tmp_path / "incidents").glob("*/incident.json")]
     assert any("starts over from step 0" in reason for reason in reasons), reasons
     restarted = list(tmp_path.glob("steps-*-1"))
@@ -124,6 +124,6 @@ def test_a_whole_job_that_loses_its_state_says_so(tmp_path: Path) -> None:
     output = done.stdout
     assert done.returncode == 0, output
     assert "protection: no replicas, and no checkpoints in the job file" in output, output
-    assert "training starts over from step 0 after a restart: it had come to step" in output, output
+    assert "training starts over from step 0 after a restart: it had reached step" in output, output
     reasons = [json.loads(p.read_text())["reason"] for p in (tmp_path / "incidents").glob("*/incident.json")]
     assert any("starts over from step 0" in reason for reason in reasons), reasons

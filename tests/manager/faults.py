@@ -129,7 +129,7 @@ def inject(manager: Manager, plan: FaultPlan, on_fire: Callable[[Fault], None] =
     def vote(attempt: StepAttempt) -> bool:
         """Half vote: one other has heard us. Inside the vote: all others have, and we have heard nobody."""
         if attempt.generation is not None:
-            _watch_tells(attempt.generation.box, injector)
+            _watch_votes(attempt.generation.votes, injector)
         return real(attempt)
 
     manager._vote = vote  # type: ignore[method-assign]
@@ -159,16 +159,16 @@ def _when_open(manager: Manager, injector: Injector) -> None:
     manager._open = opened  # type: ignore[method-assign]
 
 
-def _watch_tells(box: VoteMesh, injector: Injector) -> None:
-    """Counts whom we told our vote."""
-    real, wanted, told = type(box)._tell, len(box._lines), [0]
+def _watch_votes(votes: VoteMesh, injector: Injector) -> None:
+    """Counts the voters to which we have sent our vote."""
+    real, wanted, sent = type(votes)._send, len(votes._lines), [0]
 
-    def tell(line: socket.socket, form: bytes) -> None:
-        real(box, line, form)
-        told[0] += 1
-        if told[0] == 1:
+    def send(line: socket.socket, message: bytes) -> None:
+        real(votes, line, message)
+        sent[0] += 1
+        if sent[0] == 1:
             injector.reach("half vote")
-        if told[0] == wanted:
+        if sent[0] == wanted:
             injector.reach("inside vote")
 
-    box._tell = tell  # type: ignore[method-assign]
+    votes._send = send  # type: ignore[method-assign]

@@ -151,7 +151,7 @@ def test_who_hears_a_vote_against_the_step_after_it_asked_for_a_quorum_does_what
     lighthouse: LighthouseProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`b` votes against the step and dies when only `a` has heard it. `c` commits the step: so must `a`."""
-    cast = VoteMesh.cast
+    cast = VoteMesh.vote
 
     def cast_slowly(mesh: VoteMesh, vote: Vote) -> Tally:
         tally = cast(mesh, vote)
@@ -159,7 +159,7 @@ def test_who_hears_a_vote_against_the_step_after_it_asked_for_a_quorum_does_what
             time.sleep(2.0)  # the quorum without `b` is asked for and made
         return tally
 
-    monkeypatch.setattr(VoteMesh, "cast", cast_slowly)
+    monkeypatch.setattr(VoteMesh, "vote", cast_slowly)
     faults = (Fault("error", "b", at_step=4, at="before vote"), Fault("kill", "b", at_step=4, at="half vote"))
     with Cluster(lighthouse, Job(script=(3, 2), faults=faults, arm_at=3)) as cluster:
         cluster.start("a", "b", "c")

@@ -44,7 +44,7 @@ def _reconfigure(rank: int, world: int, folder: Path, rounds: int) -> tuple[int,
     before = (0, 0, 0.0)
     for number in range(rounds):
         store = dist.FileStore(str(folder / f"round{number}"), world)
-        group.meet(GroupSpec(store, rank, world, number, others))
+        group.reconfigure(GroupSpec(store, rank, world, number, others))
         value = torch.ones(1000)
         group.allreduce([value]).wait()
         assert value[0].item() == world
@@ -86,7 +86,7 @@ def _abort_blocked(rank: int, world: int, folder: Path) -> str:
     ports = dist.FileStore(str(folder / "ports"), world)
     ports.set(str(rank), group.mesh.listener)
     others = tuple(ports.get(str(other)).decode() for other in range(world) if other != rank)
-    group.meet(GroupSpec(dist.FileStore(str(folder / "s"), world), rank, world, 1, others))
+    group.reconfigure(GroupSpec(dist.FileStore(str(folder / "s"), world), rank, world, 1, others))
     if rank == 1:
         ports.get("aborted")  # never enters the collective
         return "stayed away"
@@ -117,7 +117,7 @@ def _abort_beside(rank: int, world: int, folder: Path) -> str:
     ports = dist.FileStore(str(folder / "ports"), world)
     ports.set(str(rank), group.mesh.listener)
     others = tuple(ports.get(str(other)).decode() for other in range(world) if other != rank)
-    group.meet(GroupSpec(dist.FileStore(str(folder / "s"), world), rank, world, 1, others))
+    group.reconfigure(GroupSpec(dist.FileStore(str(folder / "s"), world), rank, world, 1, others))
     if rank == 1:
         ports.set("met", "1")
         ports.get("aborted")
@@ -159,7 +159,7 @@ def _abort_forming(rank: int, world: int, folder: Path) -> str:
         return "stayed away"
     threading.Timer(0.2, lambda: group.abort("the test says so")).start()
     try:
-        group.meet(GroupSpec(store, rank, world, 1))
+        group.reconfigure(GroupSpec(store, rank, world, 1))
         return "met"
     except GroupAborted as error:
         store.set("aborted", "1")

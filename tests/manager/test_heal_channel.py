@@ -280,7 +280,7 @@ def test_a_member_reports_only_for_the_quorum_whose_key_it_has(server: HealServe
 def test_a_voter_of_another_quorum_is_not_handed_over(server: HealServer) -> None:
     """The vote is for members that have proved the key of that very quorum."""
     voters: queue.Queue[tuple[str, int, socket.socket]] = queue.Queue()
-    server.on_ballot = lambda *voter: voters.put(voter)
+    server.on_voter = lambda *voter: voters.put(voter)
     for name, taken in (("1.3", False), ("1.2", True)):
         host, _, port = server.address.rpartition(":")
         with socket.create_connection((host, int(port)), 20) as caller:
@@ -303,7 +303,7 @@ def test_callers_with_an_old_key_cannot_take_all_descriptors() -> None:
         for place in (-1, *range(last + 1), 10**9):
             ours, other = socket.socketpair()
             others.append(other)
-            mesh.arrive("1.2", place, ours)
+            mesh.accept("1.2", place, ours)
         closed = [other.recv(1, socket.MSG_DONTWAIT) for other in (others[0], *others[-2:])]
         assert closed == [b"", b"", b""]
         with pytest.raises(BlockingIOError):
@@ -320,7 +320,7 @@ def test_a_replica_has_as_many_places_as_ranks() -> None:
     pairs = [socket.socketpair() for _ in range(2)]
     try:
         for place, (ours, _) in zip((63, 64), pairs, strict=True):
-            mesh.arrive("replica-x", place, ours)
+            mesh.accept("replica-x", place, ours)
         with pytest.raises(BlockingIOError):
             pairs[0][1].recv(1, socket.MSG_DONTWAIT)
         assert pairs[1][1].recv(1, socket.MSG_DONTWAIT) == b""
@@ -391,13 +391,13 @@ def test_sixty_four_voters_of_one_quorum_connect_and_vote() -> None:
     """All-to-all: 2,016 connections through the voters' servers, then one vote of each."""
     keys = KEYS
     meshes = [VoteMesh(60.0) for _ in range(64)]
-    servers = [HealServer(keys=keys, on_ballot=mesh.arrive).start() for mesh in meshes]
+    servers = [HealServer(keys=keys, on_voter=mesh.accept).start() for mesh in meshes]
     credential = keys.for_quorum(1, 2)
     everybody = [Voter(place, server.address, credential) for place, server in enumerate(servers)]
 
     def take_part(place: int) -> Tally:
-        meshes[place].meet("1.2", 2, place, [one for one in everybody if one.place != place], 60.0)
-        return meshes[place].cast(Vote(good=place != 9, news=place == 5, step=3, small=place))
+        meshes[place].connect("1.2", 2, place, [one for one in everybody if one.place != place], 60.0)
+        return meshes[place].vote(Vote(good=place != 9, news=place == 5, step=3, small=place))
 
     try:
         with ThreadPoolExecutor(len(meshes)) as pool:

@@ -162,7 +162,7 @@ class HeldMachine(RuleBasedStateMachine):
         """Some of a state lands: in new memory, or in our own once the sources have answered."""
         rank = self.ranks.get(name)
         lands = rank and not rank.frozen and rank.wants != NOWHERE and self._sources(name)
-        if rank and lands and not (rank.held.precious and self.room):
+        if rank and lands and not (rank.held.worth_keeping and self.room):
             rank.held, rank.history = rank.held.change(), None
 
     def last_bytes(self, name: str) -> None:

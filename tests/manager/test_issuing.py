@@ -61,7 +61,7 @@ class Group(ProcessGroupNCCL):
 
 
 def meet(group: Group, number: int) -> Slow:
-    group.meet(GroupSpec(dist.HashStore(), 0, 1, number))
+    group.reconfigure(GroupSpec(dist.HashStore(), 0, 1, number))
     return group.made[-1]
 
 
@@ -290,7 +290,7 @@ def test_a_group_that_was_left_in_good_order_is_ended_some_steps_later() -> None
 def test_functional_collectives_reach_the_backend_under_its_own_name(name: str) -> None:
     """torch 2.15 calls the group by the names of 2.13, and its backends have others."""
     group = ProcessGroupGloo(30.0)
-    group.meet(GroupSpec(dist.HashStore(), 0, 1, 1))
+    group.reconfigure(GroupSpec(dist.HashStore(), 0, 1, 1))
     group.register(f"functional_{name}")
     call = getattr(functional, f"{name}_single", None) or getattr(functional, f"{name}_tensor")
     more = ("sum",) if name == "reduce_scatter" else ()

@@ -216,7 +216,7 @@ def test_gradients_of_a_state_that_had_to_be_healed_are_never_counted() -> None:
         training.generation = made(ReplicaClaim(ranks=(behind,), beside=beside))
         training.generation.loaded, training.attempt = False, attempt
         assert (training.bind(attempt, 1.0) is not None) is beside
-        assert bool(attempt.spoiled) is not beside
+        assert bool(attempt.invalid) is not beside
         assert (training.rebind(attempt, 1.0) is not None) is beside
 
 
@@ -229,7 +229,7 @@ def test_who_gave_zeros_gives_no_gradients_when_the_step_is_repeated(asked: bool
     assert (training.bound(1.0) if asked else training.bind(attempt, 1.0)) is training.generation
     training.generation = made(ReplicaClaim(ranks=(Claim(term=1, step=5, seen=1),)))
     assert training.generation.participates and training.generation.loaded
-    assert (training.bind if asked else training.rebind)(attempt, 1.0) is None and attempt.spoiled
+    assert (training.bind if asked else training.rebind)(attempt, 1.0) is None and attempt.invalid
     assert training.bind(training.begin(), 1.0) is training.generation
 
 
@@ -266,7 +266,7 @@ def test_a_step_that_was_refused_is_in_doubt_only_for_who_asked_before(asked_bef
         after = made(ReplicaClaim(ranks=(Claim(),)))
         after.plan = replace(after.plan, healing=(), rolls_forward=frozenset({(1, 0)}))
         training.publish(after)
-    assert training.decided_otherwise(1.0) is asked_before
+    assert training.committed_by_quorum(1.0) is asked_before
     assert training.step == (7 if asked_before else 6)
 
 
@@ -281,7 +281,7 @@ def test_a_verdict_that_is_there_before_the_vote_is_known_to_be_in_doubt_is_heed
     after = made(ReplicaClaim(ranks=(Claim(),)))
     after.plan = replace(after.plan, healing=(), rolls_forward=frozenset({(1, 0)}))
     training.publish(after)
-    assert training.doubtful(generation, "r1 is gone", 1.0)
+    assert training.resolve_lost_vote(generation, "r1 is gone", 1.0)
     assert training.step == 7
 
 
@@ -304,7 +304,7 @@ def train_locally(rank: int, world: int, address: str, folder: str) -> float:
     if rank == 1:
         while not Path(folder, "go").exists():
             time.sleep(0.01)
-        around(manager.start()._open().regrouper.inside, "agree_on_group", before=group_comes)
+        around(manager.start()._open().regrouper.rendezvous, "agree_on_group", before=group_comes)
     together = 0
     with local:
         while together < TOGETHER:

@@ -103,7 +103,7 @@ def test_nobody_connects_before_all_members_are_there_and_a_group_that_is_called
 
 def _meet(group: ProcessGroupNCCL, meeting: GroupSpec) -> None:
     with contextlib.suppress(GroupAborted):
-        group.meet(meeting)
+        group.reconfigure(meeting)
 
 
 def test_a_communicator_that_fails_to_connect_is_aborted_so_that_the_other_members_notice(
@@ -111,7 +111,7 @@ def test_a_communicator_that_fails_to_connect_is_aborted_so_that_the_other_membe
 ) -> None:
     Backend.how = "fails"
     with pytest.raises(RuntimeError, match="remote process exited"):
-        group.meet(GroupSpec(dist.HashStore(), 0, 1, number=1))
+        group.reconfigure(GroupSpec(dist.HashStore(), 0, 1, number=1))
     (backend,) = Backend.made
     assert backend.aborted.wait(LIMIT_S)
 
@@ -122,7 +122,7 @@ def test_a_connect_that_never_returns_does_not_delay_the_next_group(group: Proce
     stuck.start()
     wait_until(lambda: len(Backend.made) == 1)
     group.abort("r1 is gone")
-    group.meet(GroupSpec(dist.HashStore(), 0, 1, number=2))
+    group.reconfigure(GroupSpec(dist.HashStore(), 0, 1, number=2))
     assert group._backend is Backend.made[1]
     assert not Backend.release.is_set()
     stuck.join(LIMIT_S)
@@ -137,7 +137,7 @@ def test_no_group_gets_its_first_operation_while_another_communicator_is_being_e
 ) -> None:
     """On a GPU the end of one waits for the other's operation, and that for a member that dies meanwhile."""
     monkeypatch.setattr(nccl, "_ENDED_S", LIMIT_S)
-    group.meet(GroupSpec(dist.HashStore(), 0, 1, number=1))
+    group.reconfigure(GroupSpec(dist.HashStore(), 0, 1, number=1))
     Backend.how = "aborts slowly"
     group.abort("r1 is gone")
     next_one = threading.Thread(target=_meet, args=(group, GroupSpec(dist.HashStore(), 0, 1, number=2)))
@@ -176,7 +176,7 @@ def test_a_communicator_with_a_dead_member_is_revoked_and_ended_when_the_next_gr
     """Where NCCL cannot revoke it, or the group is shut down, it is aborted at once."""
     library = Library(refuses=how == "refused")
     monkeypatch.setattr(nccl, "find_revoking_nccl", lambda: library)
-    group.meet(GroupSpec(dist.HashStore(), 0, 1, number=1))
+    group.reconfigure(GroupSpec(dist.HashStore(), 0, 1, number=1))
     (old,) = Backend.made
     group._communicators[id(old)] = 1
     if how == "shut down":
@@ -186,7 +186,7 @@ def test_a_communicator_with_a_dead_member_is_revoked_and_ended_when_the_next_gr
     if how != "revoked":
         assert old.aborted.wait(LIMIT_S)
         return
-    group.meet(GroupSpec(dist.HashStore(), 0, 1, number=2))
+    group.reconfigure(GroupSpec(dist.HashStore(), 0, 1, number=2))
     assert Backend.launched == Backend.made  # although the old one is not quiet yet
     library.quiet.set()
     wait_until(lambda: bool(group._revoked))
@@ -202,11 +202,11 @@ def test_an_idle_communicator_is_revoked_before_it_is_ended_so_that_no_step_wait
 ) -> None:
     library = Library()
     monkeypatch.setattr(nccl, "find_revoking_nccl", lambda: library)
-    group.meet(GroupSpec(dist.HashStore(), 0, 1, number=1))
+    group.reconfigure(GroupSpec(dist.HashStore(), 0, 1, number=1))
     (old,) = Backend.made
     group._communicators[id(old)] = 1
     group.retire("r1 joins")
-    group.meet(GroupSpec(dist.HashStore(), 0, 1, number=2))
+    group.reconfigure(GroupSpec(dist.HashStore(), 0, 1, number=2))
     for _ in range(nccl._IDLE_STEPS):
         group.drop_retired()
     assert not group._retired and not group._revoked  # it is being revoked

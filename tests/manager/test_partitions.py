@@ -90,7 +90,7 @@ def test_the_line_between_two_of_three_is_cut_and_the_largest_set_continues(thre
         wait_for_state(lighthouse, "b", "unreachable")
         found = status(lighthouse)
         assert sorted(member["replica"] for member in found["quorum"]["members"]) == ["a", "c"]
-        assert "left out: b (cannot connect with a" in found["reason"]
+        assert "left out: b (cannot connect to a" in found["reason"]
         assert number < found["number"] < number + 5
         three.mend()
         wait_for_state(lighthouse, "b", "member")

@@ -18,7 +18,7 @@ from allranks.manager.plan import (
     decide,
     describe_conflict,
     find_conflicts,
-    misfit,
+    find_mismatch,
 )
 from allranks.manager.training import Phase, may_ask
 
@@ -190,14 +190,14 @@ def test_a_replica_that_cannot_compute_with_the_others_is_told_by_name() -> None
     older, wide = replica(Claim()), replica(Claim(), Claim(), backend="nccl")
     names = ["left", "right"]
     assert (
-        misfit([gpu, gpu], names, 0)
-        == misfit([gpu, older], names, 0)
-        == misfit([older, cpu], names, 1)
+        find_mismatch([gpu, gpu], names, 0)
+        == find_mismatch([gpu, older], names, 0)
+        == find_mismatch([older, cpu], names, 1)
         == (-1, "")
     )
-    odd, why = misfit([gpu, cpu], names, 1)
+    odd, why = find_mismatch([gpu, cpu], names, 1)
     assert odd == 0 and "left communicates over nccl and right over gloo" in why
-    odd, why = misfit([gpu, wide], names, 0)
+    odd, why = find_mismatch([gpu, wide], names, 0)
     assert odd == 1 and "right has 2 ranks and left has 1" in why
 
 

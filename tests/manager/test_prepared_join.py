@@ -58,13 +58,13 @@ class SlowGroup(ProcessGroupGloo):
         super().__init__(30.0)
         self.place, self.folder, self.how = rank, folder, how
 
-    def make_beside(self, meeting: GroupSpec) -> Any:
+    def make_next(self, meeting: GroupSpec) -> Any:
         if self.how == "slow group":
             (self.folder / "held").touch()
             wait_for(self.folder / "release")
         if self.how == "no group" and self.place == NEWCOMER:
             raise RuntimeError("no memory for another communicator")
-        return super().make_beside(meeting)
+        return super().make_next(meeting)
 
 
 @dataclass

@@ -170,7 +170,7 @@ def test_a_reader_of_the_state_that_does_not_end_is_not_waited_for_without_limit
 
     reader = threading.Thread(target=read)
     reader.start()
-    with pytest.raises(HealingFailed, match="another thread has read the state"), training.parking():
+    with pytest.raises(HealingFailed, match="another thread has been reading the state"), training.parking():
         assert reading.wait(60)
     done.set()
     reader.join()

@@ -348,13 +348,13 @@ def test_the_reason_of_giving_up_is_not_lost_when_a_replica_fails_at_the_same_ti
     """Another thread gives up while the loop asks how the program failed."""
 
     def fail(replica: int, exits: dict[int, int]) -> Failure:
-        supervisor.give_up("the script never made a Manager")
+        supervisor.give_up("the script did not make a Manager")
         return Failure(replica, "raised ValueError", "train.py:3")
 
     supervisor = Supervisor(ReplicaOptions(script(tmp_path, "sys.exit(3)"), replicas=2, quiet=True))
     supervisor.failure = fail
     assert supervisor.run() == 1
-    assert "the script never made a Manager" in caplog.text
+    assert "the script did not make a Manager" in caplog.text
 
 
 #: Attaches to the second thread of a process as a debugger does, and lets go only when it ends.

@@ -158,7 +158,7 @@ def test_a_manager_uses_the_store_that_is_there() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = ManagerOptions("127.0.0.1:1", "r", world_size=2, store_host="127.0.0.1", store_port=store.port)
     parts = TrainingState(), ProcessGroupGloo(), RegisteredState(), StateSums()
-    inside = ManagerResources(options, *parts)._inside_store()
+    inside = ManagerResources(options, *parts)._replica_store()
     assert inside is not None
     inside.set("hello", "you")
     assert store.get("allranks/r/hello") == b"you"

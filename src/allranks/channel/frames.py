@@ -1,10 +1,10 @@
-"""Frames, the one form in which our processes send each other messages: u32 length, u8 kind, payload.
+"""Frames, in which our processes send each other messages: u32 length, u8 kind, payload.
 
-The lighthouse gives every type of message a kind (lighthouse/messages.py). Healing, votes, snapshots, evidence and the
-checkpoint helper send JSON objects (kind 0), and between them raw bytes whose length an object has told, followed
-by an object with their checksum. No pickle anywhere.
-Also here: addresses (HOST:PORT, with brackets around IPv6), which of them accept no connection, held ports, and the options of
-connected sockets. Standard library only: the liveness proxy uses it too.
+The lighthouse has a kind for every type of message (lighthouse/messages.py). Healing, votes, snapshots, evidence and the
+checkpoint helper send JSON objects (kind 0), some followed by raw bytes of an announced length and an object with their
+checksum. No pickle.
+Also here: addresses (HOST:PORT, with brackets around IPv6), reachability, held ports, and socket options. Standard
+library only: the liveness proxy uses it too.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ JsonObject = dict[str, Any]  # as json reads it
 HEAD = struct.Struct("!IB")
 JSON = 0
 MAX_JSON_BYTES = 64 << 20  # the layout of a very large model
-PIECE_BYTES = 512 << 10  # sent or received, and hashed while in the cache: one pass over memory, not two
+PIECE_BYTES = 512 << 10  # sent or received, then hashed while still in the cache
 BUFFER_BYTES = 4 << 20
-READ_BYTES = 64 << 10  # of one read of small frames: above 128 KiB each costs a new mapping of memory, 15 us
+READ_BYTES = 64 << 10  # per read of small frames: above 128 KiB each read maps new memory, 15 us
 
 
 class BadFrame(ChannelError, ValueError):
-    """The other side sent something that is not a frame of ours."""
+    """The other side sent an invalid frame."""
 
 
 class Hasher(Protocol):
-    """What hashlib objects offer; the part used here."""
+    """The part of a hashlib object used here."""
 
     def update(self, data: bytes | memoryview, /) -> None: ...
     def hexdigest(self) -> str: ...
 
 
 def take_frames(buffer: bytearray, limit: int) -> list[tuple[int, bytes]]:
-    """Takes the whole frames off the front of `buffer`. Raises BadFrame for one longer than `limit`."""
+    """Removes the complete frames from the front of `buffer`. Raises BadFrame for one longer than `limit`."""
     found, start, size = [], 0, len(buffer)
     while size - start >= HEAD.size:
         length, kind = HEAD.unpack_from(buffer, start)
@@ -67,7 +67,7 @@ def check_length(length: int, limit: int) -> None:
 
 
 def send_json(sock: socket.socket, message: JsonObject, fds: Sequence[int] = ()) -> None:
-    """One object, with descriptors if any (of a local socket)."""
+    """Sends one object, with descriptors over a local socket."""
     body = json.dumps(message, separators=(",", ":")).encode()
     frame = HEAD.pack(len(body), JSON) + body
     sent = socket.send_fds(sock, [frame], fds) if fds else 0
@@ -75,14 +75,14 @@ def send_json(sock: socket.socket, message: JsonObject, fds: Sequence[int] = ())
 
 
 def receive_json(sock: socket.socket, limit: int = MAX_JSON_BYTES) -> JsonObject:
-    """The next object, bounded in size; raises ChannelError when there is none."""
+    """The next object, bounded in size; raises ChannelError when the other side has closed."""
     length, kind = HEAD.unpack(read_exactly(sock, HEAD.size))
     check_length(length, limit)
     return read_object(kind, read_exactly(sock, length))
 
 
 def next_json(sock: socket.socket, limit: int = MAX_JSON_BYTES) -> JsonObject | None:
-    """The next object, or None when the other side has closed in between, as it may."""
+    """The next object; None when the other side has closed."""
     return receive_json(sock, limit) if sock.recv(1, socket.MSG_PEEK) else None
 
 
@@ -97,7 +97,7 @@ def read_object(kind: int, payload: bytes) -> JsonObject:
 
 
 class JsonReader:
-    """Reads objects from a local socket, and the descriptors that came along (in `fds`)."""
+    """Reads objects and descriptors (`fds`) from a local socket."""
 
     def __init__(self, sock: socket.socket, limit: int = 1 << 30) -> None:
         self._sock, self._limit = sock, limit
@@ -110,7 +110,9 @@ class JsonReader:
         while not self._ready:
             try:
                 data, fds, _, _ = socket.recv_fds(self._sock, 1 << 20, 8)
-            except ConnectionResetError:  # died with our replies unread; said once, what it sent comes after
+            except (
+                ConnectionResetError
+            ):  # it died with our replies unread; raised once, then its data follows
                 continue
             self.fds += fds
             if not data:
@@ -124,7 +126,7 @@ class JsonReader:
 
 
 def read_exactly(sock: socket.socket, length: int) -> bytes:
-    """`length` bytes, or ChannelError when the other side closes before."""
+    """`length` bytes; ChannelError when the other side closes before."""
     data = bytearray(length)
     read_into(sock, [memoryview(data)])
     return bytes(data)
@@ -144,7 +146,7 @@ def read_into(sock: socket.socket, views: Iterable[memoryview], hasher: Hasher |
 
 
 def send_from(sock: socket.socket, views: Iterable[memoryview], hasher: Hasher) -> int:
-    """Sends the views one after the other; says how many bytes they were."""
+    """Sends the views one after the other; returns the number of bytes."""
     sent = 0
     for piece in _pieces(views):
         hasher.update(piece)
@@ -154,12 +156,12 @@ def send_from(sock: socket.socket, views: Iterable[memoryview], hasher: Hasher) 
 
 
 def send_checksum(sock: socket.socket, hasher: Hasher) -> None:
-    """Ends bytes that were sent."""
+    """Sends the checksum of the bytes sent before."""
     send_json(sock, {"checksum": hasher.hexdigest()})
 
 
 def is_intact(sock: socket.socket, hasher: Hasher) -> bool:
-    """Ends bytes that were received: whether they are those that were sent."""
+    """Receives the checksum; whether it matches the bytes received before."""
     return receive_json(sock).get("checksum") == hasher.hexdigest()
 
 
@@ -170,13 +172,13 @@ def _pieces(views: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def cut(sock: socket.socket) -> None:
-    """Ends the connection at both ends, whichever process holds it too; the other side may have been faster."""
+    """Ends the connection at both ends, even if another process holds the socket too. It may have ended already."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
 def tune_for_bulk(sock: socket.socket, timeout_s: float) -> None:
-    """Large buffers, no delay, and no wait without a limit."""
+    """Sets large buffers, NODELAY and a timeout."""
     sock.settimeout(timeout_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -184,7 +186,7 @@ def tune_for_bulk(sock: socket.socket, timeout_s: float) -> None:
 
 
 def tune(sock: socket.socket, timeout_s: float) -> None:
-    """Sets NODELAY, keepalive and TCP_USER_TIMEOUT on a connected TCP socket; other sockets are left alone."""
+    """Sets NODELAY, keepalive and TCP_USER_TIMEOUT on a connected TCP socket; ignores other sockets."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     whole = max(1, int(timeout_s))
@@ -193,9 +195,9 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
 
 
 def watch_connection(sock: socket.socket, limit_s: float) -> None:
-    """Lets the kernel end a connection whose other side acknowledges nothing for `limit_s`, also while nothing is sent.
+    """Makes the kernel end a connection whose other side acknowledges nothing for `limit_s`, even when idle.
 
-    Only for small messages: one that the other side does not read for so long, with full buffers, is ended too.
+    Only for small messages: with full buffers, a connection that the other side does not read is ended too.
     """
     _keep_alive(sock, idle_s=1, every_s=1, count=max(1, int(limit_s)), limit_s=limit_s)
 
@@ -213,7 +215,7 @@ _LAST_ACK_AT = 56  # tcpi_last_ack_recv of Linux's tcp_info
 
 
 def is_silent(sock: socket.socket, limit_s: float) -> bool:
-    """Whether a watched connection has had no answer of the other side's kernel for so long; False when it cannot be told."""
+    """Whether the other side's kernel has not answered a watched connection for this long; False when unknown."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
     except (OSError, AttributeError):
@@ -235,7 +237,7 @@ def split_address(address: str, default_port: int = 29510) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """ "host:port" for others: this machine's name instead of "everywhere", brackets around an IPv6 address."""
+    """ "host:port" for other machines: this machine's name instead of a wildcard, brackets around an IPv6 address."""
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
         if not resolves(host):
@@ -253,7 +255,7 @@ def own_address(toward: str) -> str:
 
 
 def resolves(name: str) -> bool:
-    """Whether this machine finds an address for a name. One of 64 characters is an error of its own."""
+    """Whether a name resolves. Python raises UnicodeError for a label of 64 characters."""
     try:
         return bool(socket.getaddrinfo(name, None))
     except (OSError, UnicodeError):
@@ -261,16 +263,15 @@ def resolves(name: str) -> bool:
 
 
 def outward_address() -> str:
-    """The address at which other machines reach this one, without asking a name server; loopback if there is none."""
-    # of documents: leads wherever the default route leads
-    for elsewhere in ("192.0.2.1:9", "[2001:db8::1]:9"):
+    """The address at which other machines reach this one, without a name server; loopback if there is none."""
+    for elsewhere in ("192.0.2.1:9", "[2001:db8::1]:9"):  # reserved for documentation: routed by default
         with suppress(OSError):
             return own_address(elsewhere)
     return loopback()
 
 
 def loopback() -> str:
-    """127.0.0.1, or ::1 on a machine without IPv4."""
+    """ "127.0.0.1", or "::1" on a machine without IPv4."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", 0))
@@ -280,7 +281,7 @@ def loopback() -> str:
 
 
 def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
-    """A listening socket. "::" is every address of both families; 127.0.0.1 is ::1 on a machine without IPv4."""
+    """A listening socket. "::" means all addresses of both families; 127.0.0.1 becomes ::1 on a machine without IPv4."""
     dual = host == "::" and socket.has_dualstack_ipv6()
     host = "0.0.0.0" if host == "::" and not dual else loopback() if host == "127.0.0.1" else host
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -288,21 +289,21 @@ def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
 
 
 class HeldPort:
-    """A port that nobody else is given while this object lives. A server that sets SO_REUSEADDR, as all do, can bind it."""
+    """Reserves a free port while this object lives. A server that sets SO_REUSEADDR, as all do, can still bind it."""
 
     def __init__(self, host: str = "") -> None:
         host = host or loopback()
         held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host, 0))  # never listens: a listening socket would be in the server's way
+        held.bind((host, 0))  # does not listen, so that the server can
         self.number = int(held.getsockname()[1])
-        self.close = weakref.finalize(self, held.close)  # gives it back
+        self.close = weakref.finalize(self, held.close)
 
 
 def find_unreachable(addresses: Iterable[str], limit_s: float) -> set[str]:
-    """Those of these HOST:PORT that accept no connection within the limit, all tried at once.
+    """The addresses (HOST:PORT) that accept no connection within the limit, all tried at once.
 
-    The kernel of the other side accepts: a process that computes, or is stopped for a moment, is reachable.
+    The kernel accepts, so a process that computes, or is stopped for a moment, is reachable.
     """
     failed, deadline = set(addresses), time.monotonic() + limit_s
     with selectors.DefaultSelector() as selector, ExitStack() as stack:

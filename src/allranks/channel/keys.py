@@ -1,16 +1,16 @@
-"""Keys that are never sent, and the proof at the start of a connection that both sides know one.
+"""Keys that are never sent, and the handshake in which both sides prove that they know one.
 
-A process that knows the job token derives the keys (HKDF, RFC 5869, with SHA-256). Each use of a connection has a key of its own,
-named by its purpose: "quorum 1.7" for healing and votes of quorum 7 of epoch 1. Without a job token
-(`allranks lighthouse --no-token`) anybody can derive them: there is no protection then. The handshake:
+Keys are derived from the job token (HKDF, RFC 5869, with SHA-256). Each use of a connection has its own key, named by
+its purpose: "quorum 1.7" for healing and votes of quorum 7 of epoch 1. Without a job token (`allranks lighthouse
+--no-token`) anyone can derive the keys: there is no protection. The handshake:
 
     server: MAGIC, its nonce
     client: length and name of the purpose, its nonce, HMAC(key, "client" + both nonces + name of the server)
     server: HMAC(key, "server" + the same)
 
-Both nonces are in both proofs, so nothing recorded can be used again; the sides differ, so nothing can be sent
-back; the name of the server (its address, where clients know it) keeps a proof meant for one from opening another.
-What follows is neither signed nor encrypted: against one who can change packets on the way only TLS or a VPN helps.
+Both nonces are in both proofs, against replay; the sides differ, against reflection; the name of the server (its address,
+where clients know it) is included, so that a proof for one server is useless at another. The data that follows is
+neither signed nor encrypted: use TLS or a VPN against an attacker who can change packets.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ log = logging.getLogger("allranks.channel")
 _SALT = b"allranks job token"
 MAX_TOKEN_CHARS = 4096
 MOUNTED_HINT = "it is mounted, so chmod cannot help: give the volume of the secret `defaultMode: 0400` (Swarm: `mode: 0400`)"
-_warned: set[str] = set()  # of token files, each once
+_warned: set[str] = set()  # token files that were warned about
 
 
 @dataclass(frozen=True)
 class Credential:
-    """What a client shows: the purpose of the connection, and the key that proves that it may."""
+    """A purpose of connections, and its key."""
 
     purpose: str
     key: bytes = field(repr=False)
@@ -51,31 +51,29 @@ class Keyring:
     token: str = field(default="", repr=False)
 
     def for_purpose(self, purpose: str) -> Credential:
-        """The key for one kind of connection."""
         secret = hmac.digest(_SALT, self.token.encode(), "sha256")
         return Credential(purpose, hmac.digest(secret, purpose.encode() + b"\x01", "sha256"))
 
     def for_quorum(self, epoch: int, number: int) -> Credential:
-        """The key of the members of one quorum."""
         return self.for_purpose(f"quorum {epoch}.{number}")
 
 
-def prove(credential: Credential, side: bytes, *said: bytes) -> bytes:
-    """Shows that one side ("client" or "server") knows the key; good for these very words, nonces among them."""
-    lengths = b"".join(len(part).to_bytes(4, "big") for part in said)
-    return hmac.digest(credential.key, b"/".join((side, lengths, *said)), "sha256")
+def prove(credential: Credential, side: bytes, *parts: bytes) -> bytes:
+    """Proves that one side ("client" or "server") knows the key, over these parts of the handshake."""
+    lengths = b"".join(len(part).to_bytes(4, "big") for part in parts)
+    return hmac.digest(credential.key, b"/".join((side, lengths, *parts)), "sha256")
 
 
-def is_proof(given: str | bytes, credential: Credential, side: bytes, *said: bytes) -> bool:
-    """Whether `given` (as hexadecimal, if it is text) is that proof."""
-    right = prove(credential, side, *said)
+def is_proof(given: str | bytes, credential: Credential, side: bytes, *parts: bytes) -> bool:
+    """Whether `given` (hexadecimal, if it is text) is that proof."""
+    right = prove(credential, side, *parts)
     if isinstance(given, bytes):
         return hmac.compare_digest(given, right)
     return hmac.compare_digest(given.encode(errors="replace"), right.hex().encode())
 
 
 def find_token(environment: Mapping[str, str] = os.environ) -> str:
-    """$ALLRANKS_TOKEN, or what the file $ALLRANKS_TOKEN_FILE holds; "" when there is neither."""
+    """$ALLRANKS_TOKEN, or the content of the file $ALLRANKS_TOKEN_FILE; "" when neither is set."""
     if token := environment.get("ALLRANKS_TOKEN"):
         return token
     path = environment.get("ALLRANKS_TOKEN_FILE")
@@ -83,9 +81,9 @@ def find_token(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def read_token(path: Path, own: bool = False) -> str:
-    """What the file holds; an error when that is not a token. A pipe or a device is not waited for.
+    """The token in a file; ConfigurationError when there is none. Does not wait for a pipe or a device.
 
-    `own`: no link, and a file of this user: in a place like /tmp anybody may have laid it there.
+    `own`: refuses links and files of other users; in a folder like /tmp any user can create the file.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if own else 0)
     try:
@@ -115,60 +113,62 @@ def read_token(path: Path, own: bool = False) -> str:
 
 
 def write_token(path: Path, token: str) -> None:
-    """A new file, readable by this user only. Agents that share a folder may write it at the same moment."""
+    """Writes a file readable by this user only. Agents that share a folder may write it at the same moment."""
     write_atomically(path, token + "\n")
 
 
 MAGIC = b"allranks-auth-2\n"
 NONCE_BYTES = 16
 PROOF_BYTES = 32
-GREETING_S = 10.0  # a rank that computes may be slow to answer
+GREETING_S = 10.0  # a busy rank may be slow to answer
 _CLIENT_S = 60.0
 
 
 class ChannelError(ConnectionError):
-    """The other side closed, lied or sent garbage."""
+    """The other side closed the connection, failed to authenticate or sent invalid data."""
 
 
 class ServerGreeting:
-    """The server's side of one connection, however its bytes come: send `hello`, then `take` what the client says."""
+    """The server's side of a handshake, without I/O: send `hello`, then pass received bytes to `take`."""
 
     def __init__(self, keys: Keyring, kind: str, server: str = "") -> None:
         self._keys, self._kind, self._server = keys, kind, server.encode()
         self._nonce = os.urandom(NONCE_BYTES)
-        self._said = b""
+        self._received = b""
         self.hello = MAGIC + self._nonce
 
     @property
     def wanted(self) -> int:
-        """How many bytes of the client to read next, and no more."""
-        return 1 + self._said[0] + NONCE_BYTES + PROOF_BYTES - len(self._said) if self._said else 1
+        """How many bytes to read next, at most."""
+        return (
+            1 + self._received[0] + NONCE_BYTES + PROOF_BYTES - len(self._received) if self._received else 1
+        )
 
     def take(self, data: bytes) -> tuple[str, bytes] | None:
-        """(the purpose that the client has proved, our own proof for it), once all is there. Raises ChannelError for one
-        that does not know the key, or whose purpose does not begin with the word `kind`."""
-        self._said += data
+        """(the client's purpose, our own proof), once complete. Raises ChannelError if the client does not know the key,
+        or its purpose does not begin with the word `kind`."""
+        self._received += data
         if self.wanted:
             return None
-        answer = self._said[1 + self._said[0] :]
-        purpose = self._said[1 : 1 + self._said[0]].decode("ascii", "replace")
+        answer = self._received[1 + self._received[0] :]
+        purpose = self._received[1 : 1 + self._received[0]].decode("ascii", "replace")
         credential, nonces = self._keys.for_purpose(purpose), self._nonce + answer[:NONCE_BYTES]
         known = is_proof(answer[NONCE_BYTES:], credential, b"client", nonces, self._server)
         if not known or purpose.split(" ")[0] != self._kind:
-            raise ChannelError("the caller does not know the key")
+            raise ChannelError("the client does not know the key")
         return purpose, prove(credential, b"server", nonces, self._server)
 
 
 def greet_as_client(sock: socket.socket, credential: Credential, server: str = "") -> None:
-    """Proves who we are and checks who they are, or raises. `server` is the name the server goes by.
+    """Authenticates both sides, or raises ChannelError. `server` is the server's name.
 
-    The socket's timeout, if it has one, is the limit of the whole greeting.
+    The socket's timeout, if set, limits the whole handshake.
     """
     before = sock.gettimeout()
     deadline = time.monotonic() + (before or _CLIENT_S)
     hello = _read(sock, len(MAGIC) + NONCE_BYTES, deadline)
     if not hello.startswith(MAGIC):
-        raise ChannelError("not a server of allranks, or of another version")
+        raise ChannelError("not an allranks server, or one of another version")
     nonce, purpose = os.urandom(NONCE_BYTES), credential.purpose.encode()
     nonces = hello[len(MAGIC) :] + nonce
     proof = prove(credential, b"client", nonces, server.encode())
@@ -194,7 +194,7 @@ def _read(sock: socket.socket, length: int, deadline: float) -> bytes:
         try:
             piece = sock.recv(length - len(data))
         except TimeoutError:
-            raise ChannelError("no greeting in time") from None
+            raise ChannelError("the handshake timed out") from None
         if not piece:
             raise ChannelError("the other side closed the connection")
         data += piece
@@ -204,5 +204,5 @@ def _read(sock: socket.socket, length: int, deadline: float) -> bytes:
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise ChannelError("no greeting in time")
+        raise ChannelError("the handshake timed out")
     return left

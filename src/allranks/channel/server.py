@@ -1,8 +1,7 @@
-"""A small server for members only: it greets each connection and serves those that prove that they belong here.
+"""A small server for authenticated members.
 
-Unauthenticated connections cost little: one thread accepts and greets them all. At most MAX_UNAUTHENTICATED are being greeted
-at a time (when one more comes, the host with most of them loses its oldest), none for longer than the greeting's limit; they
-have no thread and take no place of a member. Each member is served in a thread of its own.
+One thread accepts all connections and runs their handshakes: at most MAX_UNAUTHENTICATED at a time (beyond that the host
+with the most connections loses its oldest), each with a time limit. Each member is served in its own thread.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ C = TypeVar("C")
 
 @dataclass(eq=False)
 class ConnectionSlots(Generic[C]):
-    """Connections of hosts that we do not know, at most `limit`: one more makes the oldest of the host that has most give way."""
+    """Unauthenticated connections, at most `limit`; beyond it the host with the most connections loses its oldest."""
 
     limit: int
     _known: dict[C, tuple[str, float]] = field(default_factory=dict)  # host, deadline; oldest first
@@ -40,13 +39,13 @@ class ConnectionSlots(Generic[C]):
         return connection in self._known
 
     def add(self, connection: C, host: str, until: float = math.inf) -> C | None:
-        """Takes it in; returns the one that must be closed for it, which the caller removes."""
+        """Adds a connection; returns the one that the caller must close and remove for it."""
         self._known[connection] = host, until
         self._by_host.setdefault(host, {})[connection] = None
         return self.crowding() if len(self._known) > self.limit else None
 
     def remove(self, connection: C) -> None:
-        """Closed, or authenticated; it may be removed already."""
+        """Forgets a closed or authenticated connection, if it is known."""
         host, _ = self._known.pop(connection, ("", 0.0))
         if here := self._by_host.get(host):
             here.pop(connection, None)
@@ -54,22 +53,22 @@ class ConnectionSlots(Generic[C]):
                 del self._by_host[host]
 
     def late(self, now: float) -> list[C]:
-        """Those whose time is over."""
+        """The connections past their deadline."""
         return [connection for connection, (_, until) in self._known.items() if until <= now]
 
     def first_deadline(self) -> float | None:
-        """Of the oldest; all have the same time."""
+        """The deadline of the oldest connection; all have the same time."""
         return next((until for _, until in self._known.values()), None)
 
     def crowding(self) -> C | None:
-        """The oldest of the host that has most."""
+        """The oldest connection of the host that has the most."""
         crowd = max(self._by_host.values(), key=len, default=None)
         return next(iter(crowd)) if crowd else None
 
 
 @dataclass
 class FoldedLog:
-    """Repeated log lines: one per kind and `every_s`, with a count of the rest."""
+    """Limits repeated warnings: one per kind in `every_s`, with a count of the rest."""
 
     log: logging.Logger
     every_s: float = 5.0
@@ -77,7 +76,7 @@ class FoldedLog:
     _skipped: dict[str, int] = field(default_factory=dict)
 
     def warn(self, kind: str, text: str, *args: object) -> None:
-        """Logs a warning, unless one of its kind was logged a moment ago."""
+        """Logs a warning unless one of its kind was logged within `every_s`."""
         now = time.monotonic()
         if now - self._last.get(kind, -self.every_s) < self.every_s:
             self._skipped[kind] = self._skipped.get(kind, 0) + 1
@@ -95,8 +94,8 @@ log = logging.getLogger("allranks.channel")
 MAX_UNAUTHENTICATED = 128
 MAX_MEMBERS = 1024
 BACKLOG = 1024
-_AT_ONCE = 64  # connections taken before anybody else is heard
-_CROWDED_PAUSE_S = 0.001  # the process that we are in has other work
+_AT_ONCE = 64  # connections accepted before others are read
+_CROWDED_PAUSE_S = 0.001  # leaves the processor to the rest of this process
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _DEAD = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
 _FULL_PAUSE_S = 0.05
@@ -110,10 +109,10 @@ class _Unauthenticated:
 
 @dataclass(eq=False)
 class MemberServer:
-    """`serve(connection, purpose)` runs in a thread of its own and may detach the connection to keep it."""
+    """`serve(connection, purpose)` runs in its own thread and may detach the connection to keep it."""
 
     keys: Keyring
-    kind: str  # first word of the purposes that are served
+    kind: str  # first word of the accepted purposes
     serve: Callable[[socket.socket, str], None]
     name: str = "allranks-server"  # of its threads
     greeting_s: float = GREETING_S
@@ -124,14 +123,14 @@ class MemberServer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, listener: socket.socket) -> None:
-        """Accepts from a socket that listens, which is ours from now on."""
+        """Takes over a bound socket and accepts connections."""
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._listener = listener
-        self._spawn(lambda: _Reception(self, listener).run(), "server")
+        self._spawn(lambda: _Acceptor(self, listener).run(), "server")
 
     def close(self) -> None:
-        """Stops listening, cuts every connection, waits for the threads."""
+        """Stops listening, ends all connections, waits for the threads."""
         listener, self._listener = self._listener, None
         if listener is not None:
             cut(listener)  # wakes its thread
@@ -146,11 +145,11 @@ class MemberServer:
             listener.close()
 
     def accepts(self, listener: socket.socket) -> bool:
-        """Whether this listener is still ours."""
+        """Whether this listener is still open."""
         return self._listener is listener
 
     def admit(self, connection: socket.socket, purpose: str) -> None:
-        """Serves one that has proved itself, if there is room."""
+        """Serves an authenticated connection, if there is room."""
         with self._lock:
             full = len(self._members) >= MAX_MEMBERS or self._listener is None
             if not full:
@@ -158,7 +157,7 @@ class MemberServer:
         try:
             if not full:
                 self._spawn(lambda: self._serve(connection, purpose), "member")
-        except RuntimeError:  # no thread can be started
+        except RuntimeError:  # out of threads
             full = True
         if full:
             self._forget(connection)
@@ -177,26 +176,15 @@ class MemberServer:
         connection.close()
 
     def _spawn(self, target: Callable[[], None], role: str) -> None:
-        thread = threading.Thread(target=self._run, args=(target,), name=f"{self.name}-{role}", daemon=True)
+        thread = threading.Thread(target=target, name=f"{self.name}-{role}", daemon=True)
         with self._lock:
-            self._threads.add(thread)
-        try:
+            self._threads = {each for each in self._threads if each.is_alive()}
             thread.start()
-        except RuntimeError:
-            with self._lock:
-                self._threads.discard(thread)
-            raise
-
-    def _run(self, target: Callable[[], None]) -> None:
-        try:
-            target()
-        finally:
-            with self._lock:
-                self._threads.discard(threading.current_thread())
+            self._threads.add(thread)
 
 
-class _Reception:
-    """Accepts and greets, in one thread."""
+class _Acceptor:
+    """Accepts connections and runs their handshakes, in one thread."""
 
     def __init__(self, server: MemberServer, listener: socket.socket) -> None:
         self._server, self._listener = server, listener
@@ -206,12 +194,12 @@ class _Reception:
     def run(self) -> None:
         with self._selector:
             try:
-                self._attend()
+                self._loop()
             finally:
                 for one in list(self._slots):
                     self._drop(one)
 
-    def _attend(self) -> None:
+    def _loop(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
         while self._server.accepts(self._listener):
             until = self._slots.first_deadline()
@@ -219,14 +207,14 @@ class _Reception:
                 None if until is None else max(0.0, until - time.monotonic())
             ):
                 if key.data is not None:
-                    self._hear(key.data)
+                    self._read(key.data)
                 elif not self._accept():
                     return
             for late in self._slots.late(time.monotonic()):
                 self._drop(late)
 
     def _accept(self) -> bool:
-        """Takes those who wait; False when nobody can come any more."""
+        """Accepts waiting connections; False when the listener is closed."""
         for _ in range(_AT_ONCE):
             try:
                 connection, address = self._listener.accept()
@@ -237,8 +225,9 @@ class _Reception:
                     if self._server.accepts(self._listener):
                         log.error("%s: stopped accepting connections: %s", self._server.name, error)
                     return False
-                # no descriptor is free: unauthenticated connections go first, then we try again
-                if error.errno in _FULL:
+                if (
+                    error.errno in _FULL
+                ):  # out of descriptors: drops an unauthenticated connection, then tries again
                     self._drop_one()
                     time.sleep(_FULL_PAUSE_S)
                 return True
@@ -251,7 +240,7 @@ class _Reception:
         one = _Unauthenticated(connection, greeting)
         try:
             self._selector.register(connection, selectors.EVENT_READ, one)
-        except OSError as error:  # the kernel's limits of epoll: this user's other processes may use them up
+        except OSError as error:  # the user's limit of epoll watches
             log.warning("%s: a connection was refused: %s", self._server.name, error)
             connection.close()
             self._drop_one()
@@ -265,9 +254,9 @@ class _Reception:
         if surplus is not None:
             self._drop(surplus)
 
-    def _hear(self, one: _Unauthenticated) -> None:
+    def _read(self, one: _Unauthenticated) -> None:
         if one not in self._slots:
-            return  # dropped a moment ago
+            return  # just dropped
         connection = one.connection
         try:
             data = connection.recv(one.greeting.wanted)
@@ -288,13 +277,13 @@ class _Reception:
         self._server.admit(connection, proved[0])
 
     def _drop_one(self) -> None:
-        """The oldest of the host that has most."""
+        """Drops the oldest connection of the host that has the most."""
         if (crowding := self._slots.crowding()) is not None:
             self._drop(crowding)
 
     def _drop(self, one: _Unauthenticated) -> None:
         self._forget(one)
-        cut(one.connection)  # a forked process may hold it too
+        cut(one.connection)  # a forked process may hold the socket too
         one.connection.close()
 
     def _forget(self, one: _Unauthenticated) -> None:

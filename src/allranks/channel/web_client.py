@@ -1,6 +1,6 @@
-"""One answer over HTTP from a server that may be anything: bounded in bytes and in time as a whole.
+"""One HTTP request to an untrusted server, bounded in bytes and in total time.
 
-Not urllib: it follows redirects, waits per read (a server that drips holds it for ever), takes any length and asks proxies.
+Not urllib, which follows redirects, has only a timeout per read, accepts any length and uses proxies.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WebAnswer:
-    """A whole answer."""
-
     status: int
     date: str
     body: bytes
 
     def object(self) -> JsonObject:
-        """The body as a JSON object; ValueError when it is none."""
+        """The body as a JSON object; ValueError when it is not one."""
         try:
             found = json.loads(self.body)
         except RecursionError:
@@ -41,7 +39,7 @@ class WebAnswer:
         return found
 
     def time_s(self) -> float | None:
-        """When the server says that it answered, in epoch seconds; None when it does not say."""
+        """The server's Date in epoch seconds; None without a valid one."""
         try:
             return parsedate_to_datetime(self.date).timestamp()
         except (ValueError, TypeError, OverflowError):
@@ -49,7 +47,7 @@ class WebAnswer:
 
 
 def get(address: str, path: str, timeout_s: float, limit: int = 16 << 20, token: str = "") -> WebAnswer:
-    """GET of a path at HOST:PORT; OSError when no whole answer came in time or it is not HTTP."""
+    """GETs a path from HOST:PORT; OSError when no complete HTTP answer arrives in time."""
     if not (address.isprintable() and token.isprintable()) or " " in address:
         raise ValueError(f"{address!r} is not HOST:PORT")
     connection = http.client.HTTPConnection(*split_address(address), timeout=timeout_s)
@@ -72,7 +70,7 @@ def ask(
     body: str | None = None,
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    """A whole answer, and its body. Raises OSError or HTTPException; the connection is to be closed then."""
+    """A complete answer and its body. On OSError or HTTPException the caller must close the connection."""
     deadline = time.monotonic() + timeout_s
     connection.response_class = lambda sock, **options: http.client.HTTPResponse(  # type: ignore[assignment]
         _TimedReader(sock, deadline),  # type: ignore[arg-type]  # http.client needs no more than makefile
@@ -91,14 +89,14 @@ def ask(
 
 
 class _TimedReader(io.RawIOBase):
-    """What http.client reads from, with one limit for head and body: a server that drips keeps to any limit per read."""
+    """A raw socket reader for http.client with one deadline for head and body: a slow server can meet any limit per read."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self._sock, self._deadline = sock, deadline
         self._raw = sock.makefile("rb", buffering=0)
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """Of a socket, as far as http.client needs one."""
+        """The one method of a socket that http.client calls."""
         return io.BufferedReader(self)
 
     def readable(self) -> bool:

@@ -1,4 +1,4 @@
-"""One thread that makes calls which may block, so that the thread that asks for them never does. Runs in the agent."""
+"""One thread that makes blocking calls for other threads. Runs in the agent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_WAITING = 256
 
 
 def carefully(work: Callable[[], object], problem: str, *values: object) -> bool:
-    """Makes a call at a thread's entry, or one of somebody else's: a failure, whatever it is, is logged. Whether it went well."""
+    """Makes a call at a thread's entry, or into foreign code; logs any exception. Whether it succeeded."""
     try:
         work()
     except Exception:
@@ -23,9 +23,9 @@ def carefully(work: Callable[[], object], problem: str, *values: object) -> bool
 
 
 class Worker:
-    """Calls are made in order, on a thread that is started with the first one. `put` may be called from any thread.
+    """Makes calls in order, on a thread that starts with the first one. `put` may be called from any thread.
 
-    Of two calls under one key only the newer is made. When more than `limit` wait, the oldest is dropped, and logged.
+    Of two waiting calls with one key only the newer is made. Beyond `limit` the oldest is dropped and logged.
     """
 
     def __init__(self, name: str, limit: int = MAX_WAITING) -> None:
@@ -37,7 +37,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def put(self, work: Callable[[], object], key: Hashable = None) -> None:
-        """Soon; returns at once. After `close` nothing is taken."""
+        """Queues a call and returns at once. Ignored after `close`."""
         with self._changed:
             if self._closed:
                 return
@@ -58,7 +58,7 @@ class Worker:
             return self._changed.wait_for(lambda: not (self._waiting or self._busy), timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Makes the calls that wait, within the time; whether all were made."""
+        """Makes the waiting calls within the time; whether all were made."""
         deadline = time.monotonic() + timeout_s
         done = self.flush(timeout_s)
         with self._changed:

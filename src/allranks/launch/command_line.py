@@ -1,4 +1,4 @@
-"""`allranks run`'s words (our flags, torchrun's flags, the script and its arguments), and what they make of a rank's environment."""
+"""Splits the arguments of `allranks run` into our flags, torchrun's flags and the script; and the environment of ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from allranks.errors import InputError
 
-# torchrun's flags that stand alone; every other one takes a value.
+# torchrun's flags without a value
 _ALONE = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank", "help"})
 _SHORT_ALONE = frozenset({"-m", "-h"})
-#: those that take a value; importing torch to ask it takes seconds
+#: its flags with a value; importing torch to ask takes seconds
 _VALUED = frozenset({
     "duplicate-stderr-filters", "duplicate-stdout-filters", "event-log-handler", "local-addr",
     "local-ranks-filter", "log-dir", "log-line-prefix-template", "logs-specs", "master-addr", "master-port",
@@ -21,10 +21,8 @@ _VALUED = frozenset({
     "print-completion", "rdzv-backend", "rdzv-conf", "rdzv-endpoint", "rdzv-id", "redirects", "role",
     "shutdown-timeout", "signals-to-handle", "start-method", "tee",
 })  # fmt: skip
-_NUMBER, _DEVICES = (
-    re.compile(r"\d+"),
-    ("auto", "cpu", "gpu", "xpu", "npu", "hpu", "mtia", "mps", "privateuseone"),
-)
+_NUMBER = re.compile(r"\d+")
+_DEVICES = ("auto", "cpu", "gpu", "xpu", "npu", "hpu", "mtia", "mps", "privateuseone")
 _VALUES = {
     "nnodes": (re.compile(r"\d+(:\d+)?"), "a number, or MIN:MAX"),
     "nproc-per-node": (re.compile(rf"\d+|{'|'.join(_DEVICES)}"), "a number, or auto, cpu, gpu"),
@@ -33,7 +31,7 @@ _VALUES = {
 
 
 def check(theirs: Sequence[str], ours: Iterable[str]) -> None:
-    """Raises for words before the script that neither we nor torchrun know: before anything is started."""
+    """Raises InputError for flags that neither allranks nor torchrun knows, before any process is started."""
     left = iter(theirs)
     for word in left:
         flag, equals, value = word.partition("=")
@@ -45,14 +43,14 @@ def check(theirs: Sequence[str], ours: Iterable[str]) -> None:
         if not _is_known(name):
             near = get_close_matches(flag, [*ours, *(f"--{known}" for known in _VALUED | _ALONE)], 1, 0.75)
             hint = f"Did you mean {near[0]}?" if near else "`allranks run --help` lists the flags."
-            raise InputError(f"unknown flag {flag}: it is neither ours nor torchrun's", hint=hint)
+            raise InputError(f"unknown flag {flag}: not a flag of allranks run or torchrun", hint=hint)
         pattern, meaning = _VALUES.get(name, (None, ""))
         if pattern is not None and not pattern.fullmatch(value):
             raise InputError(f"{flag} takes {meaning}, not {value!r}")
 
 
 def _is_known(name: str) -> bool:
-    """A flag of torchrun's, or the beginning of one; torch is asked about a name that is new to us."""
+    """Whether this is a torchrun flag or the beginning of one; asks torch about an unknown name."""
     if any(known.startswith(name) for known in _VALUED | _ALONE):
         return True
     try:
@@ -108,13 +106,13 @@ def flag_value(words: Sequence[str], name: str) -> str | None:
     return found
 
 
-#: What we must know ourselves; torchrun reads the other PET_* variables by itself.
+#: The PET_* variables that allranks needs; torchrun reads the others by itself.
 _READ = ("nnodes", "nproc-per-node", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf", "max-restarts",
          "log-dir", "local-addr", "standalone", "module", "no-python")  # fmt: skip
 
 
 def from_environment(environment: Mapping[str, str], given: Sequence[str]) -> list[str]:
-    """torchrun's flags from PET_* variables (Kubeflow sets them), where the command line has none."""
+    """torchrun's flags from PET_* variables (set by Kubeflow), unless given on the command line."""
     words = []
     for name in _READ:
         value = environment.get(f"PET_{name.upper().replace('-', '_')}")
@@ -129,13 +127,13 @@ def from_environment(environment: Mapping[str, str], given: Sequence[str]) -> li
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """The facts of one job that every rank gets."""
+    """The variables of one job that every rank gets."""
 
     job: str
     token: str = ""
-    lighthouse: str = ""  # host:port, '' = none
-    folder: Path | None = None  # where black boxes go; None = the recorder's default
-    snapshots: str = ""  # host:port of this node's snapshot keeper, '' = none
+    lighthouse: str = ""  # host:port; "": none
+    folder: Path | None = None  # of the black boxes; None: the recorder's default
+    snapshots: str = ""  # host:port of this node's snapshot keeper; "": none
     record: bool = True
 
     def variables(self) -> dict[str, str]:
@@ -146,7 +144,7 @@ class JobEnvironment:
 
 
 def job_token(environment: Mapping[str, str]) -> str:
-    """The token of the job: as the environment says, or a new one."""
+    """The job token: from the environment, or a new one."""
     import secrets
 
     from allranks.channel.keys import find_token

@@ -1,7 +1,7 @@
-"""torchrun's rendezvous on etcd v3 (`--rdzv-backend etcd-v3`), through torchrun's `torchrun.handlers` door.
+"""torchrun's rendezvous on etcd v3 (`--rdzv-backend etcd-v3`), through the entry point group `torchrun.handlers`.
 
-torch ships only an etcd v2 client, and etcd has dropped v2. Runs in the agent. State lives under
-`/allranks/rdzv/RUN_ID`, the store's keys under `/allranks/store/RUN_ID/`; both expire with a lease.
+torch has only an etcd v2 client, and etcd has dropped v2. Runs in the agent. The state is under `/allranks/rdzv/RUN_ID`,
+the store's keys under `/allranks/store/RUN_ID/`; both expire with a lease.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from datetime import timedelta
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point of the group `torchrun.handlers`.
-
-    Stands above the imports of torch: these call it, also when we are imported first.
-    """
+    """The entry point. Defined above the imports of torch, which call it."""
     return lambda params: create_etcd_v3_handler(params)
 
 
@@ -26,16 +23,16 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
 from allranks.errors import EtcdError
-from allranks.etcd import Etcd, parse_endpoints
+from allranks.etcd import Etcd, KeyValue, parse_endpoints
 
 PREFIX = "/allranks"
-LIFE_S = 24 * 3600  # stale keys of a dead job go away by themselves
+LEASE_S = 24 * 3600  # stale keys of a dead job expire
 POLL_S = 0.02
 STORE_S = 15.0
 
 
-class Life:
-    """A lease for the keys of a job that runs: never old, so that only keys of a job that is over expire."""
+class JobLease:
+    """Leases for the keys of a running job, renewed so that only the keys of an ended job expire."""
 
     def __init__(self, etcd: Etcd) -> None:
         self._etcd = etcd
@@ -43,28 +40,27 @@ class Life:
         self._renew_s = 0.0
 
     def lease(self) -> int:
-        """A lease with at least half of its life before it."""
+        """A lease with at least half of its time left."""
         if time.monotonic() >= self._renew_s:
-            self._id = self._etcd.grant(LIFE_S).id
-            self._renew_s = time.monotonic() + LIFE_S / 2
+            self._id = self._etcd.grant(LEASE_S).id
+            self._renew_s = time.monotonic() + LEASE_S / 2
         return self._id
 
     def forget(self) -> None:
-        """Something went wrong: the lease may be gone with the data of an etcd that was set up anew."""
+        """After an error: the lease may be lost with the data of a new etcd."""
         self._renew_s = 0.0
 
 
 class EtcdV3Backend(RendezvousBackend):
-    """Holds the rendezvous state in one key, changed only by compare-and-put on its revision."""
+    """The rendezvous state in one key, changed only by compare-and-put on its revision."""
 
-    def __init__(self, etcd: Etcd, run_id: str, life: Life) -> None:
+    def __init__(self, etcd: Etcd, run_id: str, lease: JobLease) -> None:
         self._etcd = etcd
         self._key = f"{PREFIX}/rdzv/{run_id}"
-        self._life = life
+        self._lease = lease
 
     @property
     def name(self) -> str:
-        """What logs call this backend."""
         return "etcd-v3"
 
     def get_state(self) -> tuple[bytes, int] | None:
@@ -76,25 +72,25 @@ class EtcdV3Backend(RendezvousBackend):
         return None if found is None else (found.value, found.revision)
 
     def set_state(self, state: bytes, token: int | None = None) -> tuple[bytes, int, bool] | None:
-        """Writes the state if nobody else did since `token`; returns what holds now and whether it was ours."""
+        """Writes the state unless it has changed since `token`; returns the current state and whether it was written."""
         try:
-            written = self._etcd.compare_and_put(self._key, state, int(token or 0), self._life.lease())
+            written = self._etcd.compare_and_put(self._key, state, int(token or 0), self._lease.lease())
         except EtcdError as error:
-            self._life.forget()
+            self._lease.forget()
             raise RendezvousConnectionError(str(error)) from error
         found = self.get_state()
         return None if found is None else (*found, written)
 
 
 class EtcdV3Store(dist.Store):
-    """torch's key-value store on etcd, for what nodes tell each other during a rendezvous."""
+    """torch's key-value store on etcd, which nodes use during a rendezvous."""
 
-    def __init__(self, etcd: Etcd, run_id: str, life: Life, timeout: timedelta) -> None:
+    def __init__(self, etcd: Etcd, run_id: str, lease: JobLease, timeout: timedelta) -> None:
         super().__init__()
         self._etcd = etcd
         self._prefix = f"{PREFIX}/store/{run_id}/"
         self._limit = timeout
-        self._life = life
+        self._lease = lease
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._limit = timeout
@@ -104,24 +100,23 @@ class EtcdV3Store(dist.Store):
         return self._limit
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._etcd.put(self._prefix + key, _bytes(value), self._life.lease())
+        self._etcd.put(self._prefix + key, _bytes(value), self._lease.lease())
 
     def get(self, key: str) -> bytes:
-        deadline = time.monotonic() + self._limit.total_seconds()
         while (found := self._etcd.get(self._prefix + key)) is None:
-            if time.monotonic() > deadline:
-                raise LookupError(f"key {key!r} did not appear in etcd within {self._limit}")
-            time.sleep(POLL_S)
+            self.wait([key])
         return found.value
+
+    def _replace(self, key: str, value: bytes, found: KeyValue | None) -> bool:
+        """Writes a value unless the key has changed since it was `found`."""
+        revision = found.revision if found else 0
+        return self._etcd.compare_and_put(self._prefix + key, value, revision, self._lease.lease())
 
     def add(self, key: str, number: int) -> int:
         while True:
             found = self._etcd.get(self._prefix + key)
             value = int(found.value) + number if found else number
-            revision = found.revision if found else 0
-            if self._etcd.compare_and_put(
-                self._prefix + key, str(value).encode(), revision, self._life.lease()
-            ):
+            if self._replace(key, str(value).encode(), found):
                 return value
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
@@ -130,8 +125,7 @@ class EtcdV3Store(dist.Store):
             found = self._etcd.get(self._prefix + key)
             if (found is None and expected) or (found is not None and found.value != _bytes(expected)):
                 return found.value if found is not None else _bytes(expected)
-            revision = found.revision if found else 0
-            if self._etcd.compare_and_put(self._prefix + key, _bytes(desired), revision, self._life.lease()):
+            if self._replace(key, _bytes(desired), found):
                 return _bytes(desired)
 
     def check(self, keys: list[str]) -> bool:
@@ -153,18 +147,18 @@ class EtcdV3Store(dist.Store):
 
 
 def create_etcd_v3_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """What torchrun calls for `--rdzv-backend etcd-v3`."""
+    """Called by torchrun for `--rdzv-backend etcd-v3`."""
     endpoint = params.endpoint or "localhost:2379"
     try:
         etcd = Etcd(parse_endpoints(endpoint), timeout_s=float(params.get("read_timeout", 10)))
         etcd.status()
     except EtcdError as error:
         raise RendezvousConnectionError(f"{error}. {error.hint}") from error
-    # how long nodes that have just met wait for each other's word; then they meet again
+    # how long nodes wait for each other's keys before they repeat the rendezvous
     timeout = timedelta(seconds=float(params.get("store_timeout", STORE_S) or STORE_S))
-    life = Life(etcd)
-    store = EtcdV3Store(etcd, params.run_id, life, timeout)
-    return create_handler(store, EtcdV3Backend(etcd, params.run_id, life), params)
+    lease = JobLease(etcd)
+    store = EtcdV3Store(etcd, params.run_id, lease, timeout)
+    return create_handler(store, EtcdV3Backend(etcd, params.run_id, lease), params)
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -1,6 +1,6 @@
-"""Starts, checks and stops one etcd on this machine: no container, Debian's package or any `etcd` on PATH.
+"""Starts, checks and stops an etcd on this machine: Debian's package or any `etcd` on PATH, without a container.
 
-State is a folder: `etcd.json` (pid, ports), `etcd.log`, `data/`. The server outlives the command that started it.
+Its state is a folder: `etcd.json` (pid, ports), `etcd.log`, `data/`. The server outlives the command that started it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from allranks.blackbox.header import is_alive, start_ticks
 from allranks.channel.frames import HeldPort
 from allranks.errors import EtcdError, InputError
 from allranks.etcd import Etcd
-from allranks.launch.torchrun_patches import who_listens
+from allranks.launch.torchrun_patches import port_state
 
-_children: dict[
-    int, subprocess.Popen[bytes]
-] = {}  # servers that this process has started: `stop` waits for them
+_children: dict[int, subprocess.Popen[bytes]] = {}  # servers started by this process, which `stop` reaps
 
 
 @dataclass(frozen=True)
 class EtcdServer:
-    """A server that was started here."""
+    """A server started on this machine."""
 
     pid: int
     client: str  # http://host:port
@@ -39,26 +37,25 @@ class EtcdServer:
 
 
 def default_folder() -> Path:
-    """Where the helper keeps its etcd unless told otherwise."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "allranks" / "etcd"
 
 
 def start(folder: Path, *, bind: str = "127.0.0.1", port: int = 2379, wait_s: float = 20.0) -> EtcdServer:
-    """Starts etcd and waits until it answers; an etcd of this folder that already runs is returned as it is."""
+    """Starts etcd and waits until it answers; returns a running etcd of this folder as it is."""
     known = read(folder)
     if known is not None and known.running():
         return known
     binary = shutil.which("etcd")
     if binary is None:
         raise InputError("etcd is not installed", hint="apt-get install etcd-server (or put `etcd` on PATH)")
-    if port and who_listens(f"{bind}:{port}") != "nobody":
+    if port and port_state(f"{bind}:{port}") != "free":
         raise InputError(
             f"port {port} on {bind} cannot be used",
-            hint=f"See who holds it (ss -ltnp 'sport = :{port}'), or choose another with --port (0 takes a free one).",
+            hint=f"Find the process that uses it (ss -ltnp 'sport = :{port}'), or choose another with --port (0 takes a free one).",
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    held = HeldPort(bind), HeldPort(bind)  # until it answers, or this process ends
+    held = HeldPort(bind), HeldPort(bind)  # until this function returns
     client, peer = f"http://{bind}:{port or held[0].number}", f"http://{bind}:{held[1].number}"
     command = [
         binary, "--name", "allranks", "--data-dir", str(folder / "data"),
@@ -79,7 +76,7 @@ def start(folder: Path, *, bind: str = "127.0.0.1", port: int = 2379, wait_s: fl
 
 
 def read(folder: Path) -> EtcdServer | None:
-    """The server that was last started in the folder, running or not."""
+    """The last server started in the folder, running or not."""
     try:
         return EtcdServer(**json.loads((folder / "etcd.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -87,7 +84,7 @@ def read(folder: Path) -> EtcdServer | None:
 
 
 def stop(folder: Path, *, wait_s: float = 10.0) -> bool:
-    """Stops the folder's server, first politely; False when none ran."""
+    """Stops the folder's server with SIGTERM, then SIGKILL; False when none was running."""
     server = read(folder)
     if server is None or not server.running():
         return False
@@ -126,6 +123,6 @@ def _wait_until_healthy(server: EtcdServer, process: subprocess.Popen[bytes], wa
 
 
 def _v2_flags(binary: str) -> list[str]:
-    """torchrun's own etcd backends (etcd-v2, etcd) speak v2, which etcd has on request before 3.6."""
-    said = subprocess.run([binary, "--help"], capture_output=True, text=True, check=False, timeout=20)
-    return ["--enable-v2"] if "--enable-v2 " in said.stdout + said.stderr else []
+    """The flag that enables v2, which torchrun's own etcd backends (etcd-v2, etcd) need; etcd dropped it in 3.6."""
+    done = subprocess.run([binary, "--help"], capture_output=True, text=True, check=False, timeout=20)
+    return ["--enable-v2"] if "--enable-v2 " in done.stdout + done.stderr else []

@@ -1,8 +1,8 @@
-"""The first code of a rank under `allranks run`: dies with its agent, records, then runs the user's script.
+"""The entry point of a rank under `allranks run`: dies with its agent, records, then runs the user's script.
 
 python …/allranks/launch/rank_entry.py [-m] SCRIPT ARGS...
 
-Not with -m, which would put the working folder before Python's own: there may be a `queue.py` or a folder `torch` in it.
+Not started with `python -m`, which would put the working folder first on sys.path: it may contain a `queue.py`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(agent_pid: int) -> None:
-    """Asks the kernel to kill this process when its agent dies: no orphan keeps a GPU."""
+    """Asks the kernel to kill this process when its agent dies, so that no orphan holds a GPU."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (OSError, AttributeError):
-        return  # not Linux: the agent's own shutdown is all there is
-    # a command in $PYTHON_EXEC may stand between the two
+        return  # not Linux: only the agent's shutdown ends this process
+    # a command in $PYTHON_EXEC may be the parent
     if os.getppid() != agent_pid and not os.environ.get("PYTHON_EXEC"):
         os._exit(128 + signal.SIGKILL)  # the agent died before the request was in place
 
 
 def _import_package() -> None:
-    """Imports the allranks that this file belongs to, and nothing else from where it is."""
+    """Imports the allranks that this file belongs to, and nothing else from its folder."""
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(FILE))))
     try:
         importlib.import_module("allranks")
@@ -51,7 +51,7 @@ def main() -> None:
 
     try:
         run_recorded()
-    except KeyboardInterrupt as error:  # Ctrl-C reaches every rank: one line of each is enough
+    except KeyboardInterrupt as error:  # Ctrl-C reaches every rank: one line each, without a traceback
         from allranks.model.stacks import is_user_file
 
         frames = traceback.extract_tb(error.__traceback__)

@@ -1,7 +1,7 @@
-"""Slurm: what a job's environment says, and the srun and sbatch lines that fit it. Pure, but for `find_nodes`.
+"""Slurm: reads a job's environment and makes srun and sbatch command lines. Pure, except `find_nodes`.
 
-One agent per node: `srun --ntasks-per-node=1 allranks run …`. Ranks are the agent's children, so that Slurm's
-own task accounting never kills the survivors of one failed rank.
+One agent per node: `srun --ntasks-per-node=1 allranks run …`. Ranks are the agent's children, so that Slurm does not kill
+the survivors of a failed rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class SubmitOptions:
-    """What `allranks slurm submit` asks sbatch for. Empty values leave sbatch's default."""
+    """Options of `allranks slurm submit` for sbatch. Empty values leave sbatch's default."""
 
     nodes: int = 1
     gpus_per_node: str = ""
@@ -47,11 +47,11 @@ class SubmitOptions:
     name: str = "allranks"
     output: str = "slurm-%j.out"
     requeue: bool = True
-    extra: tuple[str, ...] = ()  # further sbatch options as they are
+    extra: tuple[str, ...] = ()  # further sbatch options
 
 
 def read_allocation(environment: Mapping[str, str]) -> Allocation:
-    """The allocation that this process runs in; InputError outside of one."""
+    """The allocation of this process; InputError outside of one."""
     if "SLURM_JOB_ID" not in environment:
         raise InputError(
             "this is not inside a Slurm allocation (SLURM_JOB_ID is not set)",
@@ -92,12 +92,13 @@ def _expand(part: str) -> list[str]:
 
 
 def find_nodes(job: str) -> tuple[str, ...]:
-    """The nodes of a running job, as Slurm names them; () where it cannot be asked or does not know the job."""
+    """Slurm's node names of a running job; () without Slurm, or if the job is unknown."""
     if shutil.which("squeue") is None:
         return ()
-    asked = ["squeue", "--noheader", "--jobs", job, "--format=%N"]
-    said = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=SQUEUE_S).stdout.split()
-    return expand_nodes(said[0]) if said else ()
+    command = ["squeue", "--noheader", "--jobs", job, "--format=%N"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SQUEUE_S)
+    names = done.stdout.split()
+    return expand_nodes(names[0]) if names else ()
 
 
 def srun_words(
@@ -108,9 +109,9 @@ def srun_words(
     chosen: Collection[str] = (),
     srun: Collection[str] = (),
 ) -> list[str]:
-    """The srun line that starts one agent per node. Flags that were given, or `chosen` in a file, are not overridden.
+    """The srun command that starts one agent per node. Does not override given flags, or those `chosen` in a file.
 
-    `srun` are further options of srun, such as pyxis' `--container-image`.
+    `srun`: further options of srun, such as pyxis' `--container-image`.
     """
     given = {word.partition("=")[0].replace("_", "-") for word in flags}
     words = [
@@ -131,7 +132,7 @@ def srun_words(
 
 
 def replicas_of_node(environment: Mapping[str, str], replicas: int) -> tuple[int, int]:
-    """(number of this node's first replica, replicas over all nodes) when srun starts the same line on every node."""
+    """(number of this node's first replica, replicas over all nodes) when srun starts the same command on every node."""
     nodes = int(environment.get("SLURM_STEP_NUM_NODES") or 1)  # set by srun only
     if nodes == 1:
         return 0, replicas
@@ -139,11 +140,11 @@ def replicas_of_node(environment: Mapping[str, str], replicas: int) -> tuple[int
 
 
 def sbatch_script(options: SubmitOptions, run_words: list[str], command: str = "allranks") -> str:
-    """A batch script that wraps the job; it is requeued with its node when that fails."""
-    asked: dict[str, object] = {"job-name": options.name, "nodes": options.nodes, "ntasks-per-node": 1}
-    asked |= {"output": options.output, "open-mode": "append", "gpus-per-node": options.gpus_per_node}
-    asked |= {"partition": options.partition, "time": options.time}
-    words = [f"--{name}={value}" for name, value in asked.items() if value != ""]
+    """A batch script for the job, which Slurm requeues when a node fails."""
+    given: dict[str, object] = {"job-name": options.name, "nodes": options.nodes, "ntasks-per-node": 1}
+    given |= {"output": options.output, "open-mode": "append", "gpus-per-node": options.gpus_per_node}
+    given |= {"partition": options.partition, "time": options.time}
+    words = [f"--{name}={value}" for name, value in given.items() if value != ""]
     words += [*(["--requeue"] if options.requeue else []), *options.extra]
     lines = ["#!/bin/bash", *(f"#SBATCH {word}" for word in words)]
     return "\n".join([*lines, "", f"exec {command} slurm wrap {shlex.join(run_words)}", ""])
@@ -152,9 +153,9 @@ def sbatch_script(options: SubmitOptions, run_words: list[str], command: str = "
 def collect_words(
     job: str, nodes: int | None, stack_words: list[str], command: str = "allranks", srun: Collection[str] = ()
 ) -> list[str]:
-    """The srun line that collects stacks of a running job beside its steps: on all its nodes, and of no other job.
+    """The srun command that collects stacks of a running job, on all its nodes, in parallel with its steps.
 
-    With `-o DIR` every node writes a folder of its own below DIR.
+    With `-o DIR` every node writes to its own folder below DIR.
     """
     words = ["srun", f"--jobid={job}", "--overlap", "--ntasks-per-node=1", "--mem=0", "--label"]
     if nodes:
@@ -163,7 +164,7 @@ def collect_words(
 
 
 def _folder_per_node(words: list[str]) -> list[str]:
-    """`-o DIR` as `-o DIR/{host}`; a name that has a field already stays."""
+    """Replaces `-o DIR` with `-o DIR/{host}`, unless DIR has a field already."""
     found = list(words)
     for index, word in enumerate(words):
         if word in ("-o", "--output") and index + 1 < len(words) and "{" not in words[index + 1]:

@@ -1,8 +1,7 @@
-"""Warm processes for restarts: each has imported what ranks import, and waits for a message that makes it a rank.
+"""Spare processes for restarts: each has imported the modules of a rank, and waits for a message that makes it one.
 
-Importing torch takes most of a restart; a spare has done it while the job was training. A spare that is not needed dies
-with the agent. Where anything is unusual a rank is simply started the ordinary way. `Spares` runs in the agent; the process
-itself is
+Importing torch takes most of a restart; a spare does it while the job trains. Unused spares die with the agent. If a
+spare cannot be used, the rank is started as usual. `Spares` runs in the agent; the process is
 
     python -m allranks.launch.spares SOCKET      (a descriptor)
 """
@@ -28,7 +27,7 @@ from allranks.launch.rank_entry import FILE, die_with_parent, main
 log = logging.getLogger("allranks.agent")
 
 SPARE_MODULE = "allranks.launch.spares"
-#: Spares are made when ranks have had time to get going: both import torch.
+#: Spares are started once the ranks have had time to start: both import torch.
 DELAY_S = 5.0
 READY_S = 120.0
 POLL_S = 0.2
@@ -37,10 +36,10 @@ POLL_S = 0.2
 @dataclass
 class _Spare:
     process: subprocess.Popen[bytes]
-    line: socket.socket  # it says when it is warm, and gets one message
+    line: socket.socket  # sends one byte when warm, and receives one message
 
     def give(self, message: bytes) -> bool:
-        """Whether it is that rank from now on."""
+        """Makes the process a rank; whether that succeeded."""
         try:
             with self.line:
                 self.line.sendall(message)
@@ -59,7 +58,7 @@ class _Spare:
 
 
 class Spares:
-    """As many spares as ranks were started last. `take` is called by the agent, the rest runs on a thread."""
+    """Keeps as many spares as ranks were started last, on a thread; the agent calls `take`."""
 
     def __init__(self, delay_s: float = DELAY_S) -> None:
         self.delay_s = delay_s
@@ -72,12 +71,12 @@ class Spares:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread. It lives until `close`: the kernel counts the thread that started a rank as its parent."""
+        """Starts the thread, which runs until `close`: for the kernel the thread that started a rank is its parent."""
         self._thread = threading.Thread(target=self._run, name="allranks-spares", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the spares that were not needed."""
+        """Ends the unused spares."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -89,9 +88,9 @@ class Spares:
     def take(
         self, words: Sequence[str], environment: Mapping[str, str], stdout: str | None, stderr: str | None
     ) -> subprocess.Popen[bytes] | None:
-        """A process that becomes this rank now, or None: start it yourself. Counts what is needed next time."""
+        """A process that becomes this rank; None: the caller starts it. Counts the spares needed next time."""
         now = time.monotonic()
-        with self._changed:  # starts within one second belong to one round
+        with self._changed:  # starts within one second are of one round
             self._wanted = self._wanted + 1 if now - self._started_s < 1.0 else 1
             self._started_s = now
             self._changed.notify_all()
@@ -109,18 +108,18 @@ class Spares:
             return self._idle.pop(0) if self._idle else None
 
     def _run(self) -> None:
-        """The thread: whatever becomes of a spare, it stays until `close`, since ranks would end with it."""
+        """The thread. Runs until `close` even after an error, since the ranks that it started would end with it."""
         carefully(self._keep_up, "no more spare processes are started: restarts will be slower")
         with self._changed:
             self._changed.wait_for(lambda: self._closed)
 
     def _keep_up(self) -> None:
-        """Makes what is missing; returns when a spare failed."""
+        """Starts missing spares; returns when one failed."""
         while self._wait_until_due() and self._add():
             pass
 
     def _wait_until_due(self) -> bool:
-        """Until one is missing and ranks have had time to get going; False at the end."""
+        """Waits until a spare is missing and the ranks have had time to start; False after `close`."""
         with self._changed:
             while not self._closed:
                 left_s = self._started_s + self.delay_s - time.monotonic()
@@ -131,8 +130,8 @@ class Spares:
         return False
 
     def _add(self) -> bool:
-        """Starts one and waits until it is warm, so that they do not all compete with the ranks at once. One that ends
-        instead is the last one: something is wrong with all of them."""
+        """Starts one spare and waits until it is warm, so that they do not all compete with the ranks. False when it failed:
+        then no more are started."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-u", "-m", SPARE_MODULE, str(theirs.fileno())]
@@ -152,7 +151,7 @@ class Spares:
         return False
 
 
-#: What a rank imports sooner or later, the parts that torch loads on first use among them.
+#: Modules that a rank imports, including those that torch loads on first use.
 PRELOADED = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "allranks.recording.recorder",
     "allranks.checkpoint.manager",
@@ -160,12 +159,12 @@ PRELOADED = (
 
 
 def wait_and_run(agent: socket.socket) -> None:
-    """Never returns: runs the rank, or exits quietly when the agent closes the connection."""
+    """Runs the rank, or exits when the agent closes the connection. Does not return."""
     for name in (*PRELOADED, *filter(None, os.environ.get("ALLRANKS_PRELOAD", "").split(","))):
         try:
             importlib.import_module(name.strip())
         except ImportError:
-            continue  # the script does without it, or fails by itself with its own words
+            continue  # the script does not need it, or reports the error itself
     with agent, agent.makefile("rb") as message:
         agent.sendall(b"r")
         data = message.read()

@@ -1,16 +1,16 @@
-"""The private methods and functions of torchrun's agent that we replace, and the endpoint of its rendezvous. Runs in the agent.
+"""The private methods of torchrun's agent that we replace, and the endpoint of its rendezvous. Runs in the agent.
 
-All that we replace is there, in the same shape, from torch 2.4 to 2.13; the tests run on 2.13. One that a later torch no
-longer has costs one warning and the comfort behind it: the job runs as it does under plain torchrun.
+They have the same form from torch 2.4 to 2.13; the tests run on 2.13. If a later torch lacks one, a warning is logged, and
+that part of the job runs as under plain torchrun.
 
-The rendezvous' address: who listens at a c10d endpoint, and waiting until somebody does. All waiting is done in Python, where
-Ctrl-C is heard; torch connects in C++ and hears nothing.
+Endpoint: whether a process listens at a c10d endpoint, and waiting until one does. We wait in Python, where Ctrl-C works;
+torch connects in C++, where it does not.
 
-Repeating it: torchrun's rendezvous can end with a node that has already been counted out (its sign of life came late on a
-loaded machine). The others then wait for that node's entry in the store, for minutes, and die. A new rendezvous costs
-seconds. torchrun's agents restart their ranks when a node wants to join, but not when one has left: they rely on their own
-ranks to fail. A rank that computes, or waits in NCCL for a node that is gone, does not fail for a long time. And they
-end, and their ranks with them, when etcd does not answer for a moment. Ranks need no etcd to train.
+Rendezvous: torchrun's rendezvous can complete with a node that was already dropped (its keep-alive was late on a loaded
+machine). The others then wait minutes for that node's entry in the store, and exit; repeating the rendezvous takes
+seconds. torchrun's agents restart ranks when a node joins, but not when one leaves: they rely on their own ranks to fail,
+which takes long for a rank that computes, or waits in NCCL for the lost node. And they exit with their ranks when etcd
+does not answer for a moment, although ranks need no etcd to train.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
-from allranks.channel.frames import HeldPort
+from allranks.channel.frames import HeldPort, split_address
 from allranks.errors import AllranksError, EtcdError
 from allranks.launch.spares import Spares
 from allranks.supervise.orphans import Guard, sweep
@@ -50,35 +50,35 @@ if TYPE_CHECKING:
 log = logging.getLogger("allranks.agent")
 
 _ELASTIC = "torch.distributed.elastic."
-MEETING = f"{_ELASTIC}agent.server.api:SimpleElasticAgent._rendezvous"
+RENDEZVOUS = f"{_ELASTIC}agent.server.api:SimpleElasticAgent._rendezvous"
 WAITING = f"{_ELASTIC}rendezvous.dynamic_rendezvous:DynamicRendezvousHandler.num_nodes_waiting"
 STARTING = f"{_ELASTIC}multiprocessing.subprocess_handler:SubprocessHandler._popen"
 MONITORING = f"{_ELASTIC}agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers"
 STOPPING = f"{_ELASTIC}multiprocessing.api:SubprocessContext._close"
 CHOOSING = f"{_ELASTIC}rendezvous.api:get_free_port"
 HANDLING = f"{_ELASTIC}multiprocessing.api:_terminate_process_handler"
-#: What each one costs that a torch does not have.
+#: The consequence if torch does not have one.
 WITHOUT = {
-    MEETING: "a rendezvous that fails will not be repeated",
+    RENDEZVOUS: "a rendezvous that fails will not be repeated",
     WAITING: "a node that leaves is noticed only when ranks fail",
     STARTING: "children of a dead rank may stay, and restarts will be slower",
     MONITORING: "a Ctrl-C that comes while a line is logged may be lost, and a program that always fails the same way is "
-    "restarted again and again",
+    "restarted every time",
     STOPPING: "--shutdown-timeout is not obeyed at restarts, and children of a dead rank may stay",
     CHOOSING: "another process may take MASTER_PORT before rank 0 does",
     HANDLING: "a Ctrl-C that comes while a line is logged may be lost",
 }
-_NOTE_S = 3.0  # after this a line says what is waited for
-#: Of one rendezvous; nodes that miss each other more often have another problem.
+_NOTE_S = 3.0  # before a log line about ranks that have not ended
+#: Of one rendezvous; if nodes miss each other more often, there is another problem.
 ATTEMPTS = 10
-#: How long agents wait for an etcd that is away, or for a new host of a c10d rendezvous.
+#: How long agents wait for an unreachable etcd, or for a new host of a c10d rendezvous.
 AWAY_S = 60.0
 PAUSE_S = 0.5
 
 
 @contextlib.contextmanager
 def replaced(method: str, instead: Callable[..., object]) -> Iterator[None]:
-    """While it is open, `instead(torch's own method, …)` is called in place of the method."""
+    """Replaces a method of torch: calls `instead(torch's own method, …)` while open."""
     module, _, place = method.partition(":")
     owner_name, _, name = place.rpartition(".")
     try:
@@ -98,10 +98,10 @@ def replaced(method: str, instead: Callable[..., object]) -> Iterator[None]:
 
 @dataclass
 class TorchrunPatches:
-    """What torchrun's agent does otherwise while `in_place`, and the rendezvous that it has completed.
+    """Changes torchrun's agent while `in_place`, and counts its rendezvous.
 
-    `node` is notified of ranks that start, of ranks that are about to be asked to end, and of failures. `grace_s` lies between
-    SIGTERM and SIGKILL; None is torchrun's choice (30 s).
+    `node` is notified of ranks that start or are about to be stopped, and of failures. `grace_s` is between SIGTERM and
+    SIGKILL; None: torchrun's default (30 s).
     """
 
     node: NodeAgent | None = None
@@ -110,7 +110,7 @@ class TorchrunPatches:
     spares: Spares | None = None
     held: int = 0  # rendezvous that were completed
     nodes: int = 0  # in the last one
-    away_s: float | None = None  # since when its server does not answer (monotonic)
+    away_s: float | None = None  # since when the rendezvous server does not answer (monotonic)
     _signals: list[int] = field(default_factory=list)
     _guard: Guard = field(default_factory=Guard)
     _port: HeldPort | None = None
@@ -123,7 +123,7 @@ class TorchrunPatches:
             STARTING: self._start_rank,
             STOPPING: self._stop_ranks,
             CHOOSING: self._hold_port,
-            MEETING: self._meet,
+            RENDEZVOUS: self._rendezvous,
             WAITING: self._count_waiting,
         }
         with contextlib.ExitStack() as stack:
@@ -139,15 +139,15 @@ class TorchrunPatches:
     # ranks
 
     def _note_signal(self, ordinary: Callable[..., None], number: int, frame: object) -> None:
-        """torchrun's handler raises an exception wherever the thread is; code that catches everything, such as a log handler,
-        may swallow it. It is raised again at the next look at the ranks."""
+        """torchrun's handler raises an exception anywhere in the thread, where code that catches all exceptions, such as a log
+        handler, may swallow it. So `_monitor` raises it again."""
         self._signals.append(number)
         ordinary(number, frame)
 
     def _monitor(
         self, ordinary: Callable[..., RunResult], agent: SimpleElasticAgent, group: WorkerGroup
     ) -> RunResult:
-        """A failure that no restart fixes uses up the restarts that are left."""
+        """Monitors the ranks; a failure that no restart fixes uses up the remaining restarts."""
         if self._signals:
             from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 
@@ -163,7 +163,7 @@ class TorchrunPatches:
     def _start_rank(
         self, ordinary: Starting, handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]
     ) -> subprocess.Popen[bytes]:
-        """From the spares, where there are any."""
+        """Starts a rank, from a spare if there is one."""
         process = None
         if self.spares is not None:
             names = [getattr(stream, "name", None) for stream in (handler._stdout, handler._stderr)]
@@ -171,7 +171,7 @@ class TorchrunPatches:
         process = process or ordinary(handler, args, env)
         self._guard.add(process.pid)
         if self.node is not None:
-            self.node.know_child(process)
+            self.node.register_child(process)
         return process
 
     def _stop_ranks(
@@ -181,17 +181,17 @@ class TorchrunPatches:
         death_sig: signal.Signals,
         timeout: int = 30,
     ) -> None:
-        """Ranks end in the time that was asked for, and with all that they have started.
+        """Stops ranks within the configured time, and their children.
 
-        torchrun obeys --shutdown-timeout only when the whole job ends, and not when it restarts; and it leaves alone what a
-        rank that died had started.
+        torchrun uses --shutdown-timeout only when the whole job ends, not when it restarts; and it does not stop the children of
+        a rank that died.
         """
         ranks = [handler.proc for handler in context.subprocess_handlers.values()]
         asked = {rank.pid for rank in ranks if rank.poll() is None}
         if self.node is not None:
             self.node.expect_end(asked, _was_signalled())
         limit_s = timeout if self.grace_s is None else self.grace_s
-        note = threading.Timer(_NOTE_S, _say_who_is_left, (ranks, limit_s))
+        note = threading.Timer(_NOTE_S, _log_remaining, (ranks, limit_s))
         note.daemon = True
         note.start()
         try:
@@ -199,16 +199,17 @@ class TorchrunPatches:
         finally:
             note.cancel()
         for rank in ranks:
-            # one that ended well may have left an upload running
-            if rank.pid in asked or rank.poll() != 0:
+            if (
+                rank.pid in asked or rank.poll() != 0
+            ):  # a rank that exited with 0 may have left an upload running
                 sweep(rank.pid)
             self._guard.remove(rank.pid)
 
     def _hold_port(self, ordinary: Callable[..., int]) -> int:
-        """Nobody else gets the port that the agent chose for the ranks' store.
+        """Reserves the port that the agent chose for the ranks' store.
 
-        torchrun finds a free port and lets it go; rank 0 binds it seconds later, after its imports. Until then the system
-        may give it to any other process, and the job ends with "address already in use".
+        torchrun finds a free port and releases it; rank 0 binds it seconds later, after its imports. Meanwhile the system may
+        give it to another process, and the job fails with "address already in use".
         """
         try:
             self._port = HeldPort("::")  # every address of both families
@@ -218,8 +219,10 @@ class TorchrunPatches:
 
     # the rendezvous
 
-    def _meet(self, ordinary: Callable[..., None], agent: SimpleElasticAgent, group: WorkerGroup) -> None:
-        """Once more where the members do not all answer, or etcd is away."""
+    def _rendezvous(
+        self, ordinary: Callable[..., None], agent: SimpleElasticAgent, group: WorkerGroup
+    ) -> None:
+        """Repeats a rendezvous when not all members answer, or etcd is unreachable."""
         from torch.distributed import DistStoreError
         from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
@@ -231,23 +234,24 @@ class TorchrunPatches:
                 self.held, self.nodes = self.held + 1, int(group.group_world_size)
                 return
             except (RendezvousConnectionError, EtcdError) as error:
-                if not _comes_back(group.spec.rdzv_handler) or self._note_answer(error) > AWAY_S:
+                if not _survives_agents(group.spec.rdzv_handler) or self._note_answer(error) > AWAY_S:
                     raise
                 time.sleep(PAUSE_S)
             except (LookupError, DistStoreError) as error:
                 if attempt == ATTEMPTS:
                     raise
                 attempt += 1
-                log.warning("a node went away during the rendezvous (%s): repeating it", error)
+                log.warning("a node left during the rendezvous (%s): repeating it", error)
 
     def _count_waiting(self, ordinary: Callable[..., int], handler: DynamicRendezvousHandler) -> int:
-        """Ranks continue training while etcd is away; where they may restart, a node that leaves starts a new rendezvous."""
+        """Counts waiting nodes; 0 while etcd is unreachable, so that ranks continue training. If ranks may restart, counts
+        departed nodes too, which starts a new rendezvous."""
         from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
         try:
             waiting = int(ordinary(handler))
         except RendezvousConnectionError as error:
-            if not _comes_back(handler):
+            if not _survives_agents(handler):
                 raise
             self._note_answer(error)
             return 0
@@ -259,7 +263,7 @@ class TorchrunPatches:
         return waiting or left
 
     def _note_answer(self, error: Exception | None) -> float:
-        """Notes whether the server answered; for how long it has been away."""
+        """Notes whether the server answered; returns for how long it has not."""
         now = time.monotonic()
         if error is None:
             if self.away_s is not None:
@@ -276,25 +280,25 @@ class TorchrunPatches:
 
 
 def _was_signalled() -> bool:
-    """Whether the launcher ends its ranks because it got a signal itself."""
+    """Whether the launcher stops its ranks because it got a signal."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     return isinstance(sys.exc_info()[1], SignalException)
 
 
-def _say_who_is_left(ranks: list[subprocess.Popen[bytes]], limit_s: int) -> None:
+def _log_remaining(ranks: list[subprocess.Popen[bytes]], limit_s: int) -> None:
     if left := sum(1 for rank in ranks if rank.poll() is None):
         how = "they are killed after %d s (--shutdown-timeout)"
         log.warning(f"waiting for %d of %d ranks to end; {how}", left, len(ranks), limit_s)
 
 
 def count_departed(met: int, present: int, closed: bool) -> int:
-    """How many nodes have left since. At the end of a job they may: a closed rendezvous takes nobody back."""
+    """How many nodes have left since the rendezvous; 0 once it is closed, at the end of the job."""
     return 0 if closed else max(0, met - present)
 
 
-def _comes_back(handler: RendezvousHandler) -> bool:
-    """A server may be restarted; a c10d store is lost with the agent that hosts it."""
+def _survives_agents(handler: RendezvousHandler) -> bool:
+    """Whether the server can return: an etcd may be restarted; a c10d store is lost with the agent that hosts it."""
     return str(handler.get_backend()).startswith("etcd")
 
 
@@ -309,12 +313,12 @@ class LaunchError(AllranksError):
 def port_in_use(endpoint: str, text: str) -> LaunchError:
     return LaunchError(
         f"the rendezvous port of {endpoint or 'this node'} is in use: {text}",
-        hint="Find who holds it (ss -ltnp), or choose another with --rdzv-endpoint HOST:PORT "
+        hint="Find the process that uses it (ss -ltnp), or choose another with --rdzv-endpoint HOST:PORT "
         "(port 0 with --standalone takes a free one).",
     )
 
 
-def nobody_answers(endpoint: str, text: str) -> LaunchError:
+def no_server(endpoint: str, text: str) -> LaunchError:
     return LaunchError(
         f"no rendezvous server answers at {endpoint}: {text}",
         hint="Is etcd running? `allranks etcd status`, `allranks etcd start`. For c10d, the node that "
@@ -323,25 +327,24 @@ def nobody_answers(endpoint: str, text: str) -> LaunchError:
 
 
 def split(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":") if ":" in endpoint.rpartition("]")[2] else (endpoint, "", "")
-    return host.strip("[]") or "localhost", int(port) if port.isdigit() else DEFAULT_PORT
+    return split_address(endpoint or "localhost", DEFAULT_PORT)
 
 
-def who_listens(endpoint: str) -> Literal["nobody", "somebody", "elsewhere"]:
-    """What is known of the port from here; `elsewhere` is an address of another machine."""
+def port_state(endpoint: str) -> Literal["free", "used", "elsewhere"]:
+    """Whether the port is free on this machine; `elsewhere`: the address is another machine's."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(split(endpoint))
         except OSError as error:
-            return "somebody" if error.errno == errno.EADDRINUSE else "elsewhere"
-    return "nobody"
+            return "used" if error.errno == errno.EADDRINUSE else "elsewhere"
+    return "free"
 
 
 def wait_for_host(endpoint: str, deadline: float) -> bool:
-    """Whether somebody listens at the endpoint, or this node may, before the deadline (monotonic)."""
+    """Waits until a process listens at the endpoint, or this node may; False at the deadline (monotonic)."""
     while True:
-        if who_listens(endpoint) != "elsewhere":
+        if port_state(endpoint) != "elsewhere":
             return True
         with contextlib.suppress(OSError), socket.create_connection(split(endpoint), timeout=2.0):
             return True
@@ -351,11 +354,11 @@ def wait_for_host(endpoint: str, deadline: float) -> bool:
 
 
 def refuse_other_server(endpoint: str, wait_s: float = 10.0) -> None:
-    """LaunchError if this node's rendezvous port is held by something that is not a rendezvous store.
+    """Raises LaunchError if a server that is not a rendezvous store uses this node's rendezvous port.
 
     torch would connect to it and wait without limit for an answer. Another agent's store answers at once.
     """
-    if who_listens(endpoint) != "somebody":
+    if port_state(endpoint) != "used":
         return
     import torch.distributed as dist
 
@@ -370,4 +373,4 @@ def refuse_other_server(endpoint: str, wait_s: float = 10.0) -> None:
     asking.start()
     asking.join(wait_s)
     if not answered.is_set():
-        raise port_in_use(endpoint, "what listens there is not a rendezvous store")
+        raise port_in_use(endpoint, "the server there is not a rendezvous store")

@@ -1,7 +1,7 @@
 """Whole-job mode: torchrun's own command line and elastic agent, with our defaults and our rank entry.
 
-Runs in the agent; the only part of it that imports torch. A failure anywhere restarts all ranks (that is
-torchrun's way); what we add is recording, restarts that work, prefixed logs and errors that name the fix.
+Runs in the agent; the only part of it that imports torch. As with torchrun, any failure restarts all ranks. We add
+recording, reliable restarts, prefixed logs and errors with a fix.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("allranks.agent")
 
-# torch 2.13 keeps one TCPStore over all rounds while workers no longer prefix their keys by attempt:
-# restarts are flaky (6 of 17 clean) and scale-up always fails. Without sharing: 11 of 11 and 4 of 4.
+# torch 2.13 shares one TCPStore over all rounds, and workers do not prefix keys by attempt: restarts are flaky
+# (6 of 17 succeeded) and scale-up always failed. Without sharing: 11 of 11 and 4 of 4.
 _FIXES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-# torchrun waits 30 s for late nodes and 15 s for dead ones; both are measured in idle GPUs. With fewer than 5 s for
-# dead ones, nodes of a heavily loaded machine were taken for dead.
+# torchrun waits 30 s for late nodes and 15 s for dead ones, while GPUs are idle. With less than 5 s for dead ones, nodes
+# of a heavily loaded machine counted as dead.
 _RENDEZVOUS_DEFAULTS = {"last_call_timeout": "2", "keep_alive_interval": "1", "keep_alive_max_attempt": "5"}
-# A sign of life costs the agent 5 ms of CPU: a node that is alone gives none that anybody would miss.
+# A keep-alive costs the agent 5 ms of CPU, and a single node needs none.
 _ALONE_DEFAULTS = {"last_call_timeout": "2", "keep_alive_interval": "60"}
 
 
@@ -47,14 +47,14 @@ class Launch:
     argv: tuple[str, ...]
     environment: dict[str, str]
     record: bool = True
-    log_dir: str | None = None  # None: the output goes to no files
+    log_dir: str | None = None  # None: no log files
     quiet: bool = False  # ranks' output only to their log files
     spares: bool = True  # keep warm processes where a restart is possible
     node: NodeAgent | None = None  # is notified of ranks that start, end and fail
 
 
 def launch(job: Launch) -> int:
-    """Runs the job under torchrun's agent to its end and returns the exit code."""
+    """Runs the job under torchrun's agent; returns the exit code."""
     require("torch", feature="allranks run", extra="torch")
     os.environ.update({**_FIXES, **job.environment, "ALLRANKS_AGENT_PID": str(os.getpid())})
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
@@ -64,18 +64,18 @@ def launch(job: Launch) -> int:
 
     args = torchrun.parse_args(list(job.argv))
     if _has_several_ranks(args):
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does it too, in seven lines
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its seven-line warning
     script = str(args.training_script)
     args = prepare(args, job)
     spares = Spares() if job.spares and job.record and may_restart(args) else None
     replaced = patches.TorchrunPatches(job.node, may_restart(args), grace(args), spares)
     try:
-        if at_a_host(args):
+        if is_hosted_by_agent(args):
             patches.refuse_other_server(str(args.rdzv_endpoint))
             limit_s = float(_parse_conf(args.rdzv_conf).get("read_timeout", 60))  # torchrun's
             find_host(args, time.monotonic() + limit_s, f"nothing listens there after {limit_s:g} s")
         with replaced.in_place():
-            run_through_losses(args, replaced)
+            run_until_done(args, replaced)
     except ChildFailedError as error:
         print(str(error).replace(f"{FILE} FAILED", f"{script} FAILED"), file=sys.stderr)
         return _child_code(error)
@@ -91,31 +91,31 @@ def launch(job: Launch) -> int:
     return 0
 
 
-def at_a_host(args: Namespace) -> bool:
-    """Whether the rendezvous lives in one of the agents, and so dies with it."""
+def is_hosted_by_agent(args: Namespace) -> bool:
+    """Whether one of the agents hosts the rendezvous, which is then lost with it."""
     tcp = _parse_conf(args.rdzv_conf).get("store_type", "tcp") == "tcp"
     return args.rdzv_backend == "c10d" and not args.standalone and tcp
 
 
 def grace(args: Namespace) -> int | None:
-    """Seconds between SIGTERM and SIGKILL; None where the user has not chosen."""
+    """Seconds between SIGTERM and SIGKILL; None: not set by the user."""
     given = getattr(args, "shutdown_timeout", None)
     given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") if given is None else given
     return None if given is None else int(given)
 
 
 def find_host(args: Namespace, deadline: float, why: str) -> None:
-    """LaunchError unless the endpoint has a host before the deadline (monotonic); this node is one if --rdzv-conf is_host says
-    so, or may become one."""
+    """Waits until the endpoint has a host, which this node may become (--rdzv-conf is_host: is); LaunchError at the deadline
+    (monotonic)."""
     itself = _parse_conf(args.rdzv_conf).get("is_host", "").lower() in ("1", "true", "t", "yes", "y")
     if not (itself or patches.wait_for_host(str(args.rdzv_endpoint), deadline)):
-        raise patches.nobody_answers(str(args.rdzv_endpoint), why)
+        raise patches.no_server(str(args.rdzv_endpoint), why)
 
 
-def run_through_losses(args: Namespace, replaced: patches.TorchrunPatches) -> None:
-    """Runs the job. When the host of a c10d rendezvous is lost, this agent stays, with its snapshots, for a new one.
+def run_until_done(args: Namespace, replaced: patches.TorchrunPatches) -> None:
+    """Runs the job. When the host of a c10d rendezvous is lost, this agent keeps its snapshots and waits for a new host.
 
-    The new host is another agent on that machine, or the same node come back. torchrun would end every agent.
+    The new host is another agent on that machine, or the restarted node. torchrun would end every agent.
     """
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed import run as torchrun
@@ -129,7 +129,7 @@ def run_through_losses(args: Namespace, replaced: patches.TorchrunPatches) -> No
         except (RendezvousConnectionError, DistNetworkError, DistStoreError) as error:
             if replaced.held > held:
                 deadline, held = time.monotonic() + patches.AWAY_S, replaced.held
-            if not (at_a_host(args) and may_restart(args)) or time.monotonic() > deadline:
+            if not (is_hosted_by_agent(args) and may_restart(args)) or time.monotonic() > deadline:
                 raise
             log.warning(
                 "the host of the rendezvous at %s is lost (%s): waiting for a new one for %.0f s",
@@ -150,18 +150,18 @@ def _has_several_ranks(args: Namespace) -> bool:
 
     try:
         return int(determine_local_world_size(args.nproc_per_node)) > 1
-    except ValueError:  # torchrun says it
+    except ValueError:  # torchrun reports it
         return False
 
 
 def prepare(args: Namespace, job: Launch) -> Namespace:
-    """Puts our rank entry before the user's script, and our defaults where the user chose none."""
+    """Puts our rank entry before the user's script, and sets our defaults."""
     namespace = vars(args)
     conf = _parse_conf(namespace.get("rdzv_conf") or "")
     alone = bool(namespace.get("standalone") or str(namespace.get("nnodes")) in ("1", "1:1"))
     namespace["local_addr"] = _own_address(namespace.get("local_addr"), alone)
     if namespace.get("rdzv_backend") == "static" and alone and may_restart(args) and not args.standalone:
-        # its one store outlives the attempts: ranks that are started again may meet addresses of dead ones
+        # its store is shared by all attempts: restarted ranks may find addresses of dead ones
         port = args.master_port  # None: torch takes a free one and c10d by itself
         if endpoint := args.rdzv_endpoint or (port and f"{args.master_addr}:{port}"):
             namespace.update(rdzv_backend="c10d", rdzv_endpoint=endpoint)
@@ -185,11 +185,11 @@ def prepare(args: Namespace, job: Launch) -> Namespace:
 
 
 def _own_address(given: str | None, alone: bool) -> str | None:
-    """--local-addr, or what the ranks get as MASTER_ADDR where the host's name, which torchrun would take (None), does not resolve."""
+    """--local-addr, or a MASTER_ADDR if the host name does not resolve; None: torchrun uses the host name."""
     name = printable(socket.gethostname(), 64)
     if given or resolves(socket.gethostname()):
         return given
-    if alone and not resolves("localhost"):  # torchrun --standalone meets there
+    if alone and not resolves("localhost"):  # used by torchrun --standalone
         raise LaunchError(
             f"neither localhost nor the host name {name} resolves",
             hint="Add the line `127.0.0.1 localhost` to /etc/hosts.",
@@ -201,19 +201,19 @@ def _own_address(given: str | None, alone: bool) -> str | None:
 
 
 def explain(error: Exception, *, endpoint: str, run_id: str) -> LaunchError:
-    """A launch failure in words, with the fix."""
+    """A launch failure with a readable message and a hint."""
     name, text = type(error).__name__, str(error)
-    endpoint = ",".join(one.rpartition("@")[2] for one in endpoint.split(","))  # user:password@ is not shown
+    endpoint = ",".join(one.rpartition("@")[2] for one in endpoint.split(","))  # without user:password@
     cause = f"{text} {error.__cause__ or ''}".lower()
     if "address already in use" in cause or "eaddrinuse" in cause:
         return patches.port_in_use(endpoint, text)
     if name == "RendezvousConnectionError" or "connection refused" in cause:
-        return patches.nobody_answers(endpoint, text)
+        return patches.no_server(endpoint, text)
     if name in {"RendezvousTimeoutError", "TimeoutError"}:
         return LaunchError(
             f"the rendezvous {run_id!r} at {endpoint} was not complete in time"
             + (f": {text}" if text else ""),
-            hint="Fewer nodes than --nnodes asks for have joined. Check that every node uses the same "
+            hint="Fewer nodes than --nnodes requires have joined. Check that every node uses the same "
             "--rdzv-id and --rdzv-endpoint, or lower the minimum (--nnodes MIN:MAX).",
         )
     if name == "RendezvousClosedError":
@@ -229,9 +229,9 @@ def explain(error: Exception, *, endpoint: str, run_id: str) -> LaunchError:
     if isinstance(error, ModuleNotFoundError) and error.name == "etcd":
         return LaunchError(
             "torchrun's etcd-v2 rendezvous needs the package python-etcd",
-            hint="Use --rdzv-backend etcd-v3, which needs nothing, or pip install python-etcd.",
+            hint="Use --rdzv-backend etcd-v3, which needs no package, or pip install python-etcd.",
         )
-    if isinstance(error, UnicodeError):  # Python cannot look up a name with a part of 64 characters
+    if isinstance(error, UnicodeError):  # Python cannot look up a name with a label of 64 characters
         return LaunchError(
             f"torchrun cannot use the host name {printable(socket.gethostname(), 64)}: {text}",
             hint="Give the host a shorter name (hostnamectl set-hostname, docker --hostname).",
@@ -252,5 +252,5 @@ def _parse_conf(text: str) -> dict[str, str]:
     pairs = [part.split("=", 1) for part in text.split(",") if part.strip()]
     wrong = [part for part in pairs if len(part) != 2]
     if wrong:
-        raise InputError(f"--rdzv-conf wants key=value pairs, got {'='.join(wrong[0])!r}")
+        raise InputError(f"--rdzv-conf needs key=value pairs, not {'='.join(wrong[0])!r}")
     return {key.strip(): value.strip() for key, value in pairs}

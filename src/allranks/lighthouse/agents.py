@@ -1,8 +1,8 @@
-"""The lighthouse's dealings with the agents of the nodes: who is gone with its node, evidence, incidents.
+"""The agents of the nodes, as the lighthouse knows them: lost nodes, evidence, incidents.
 
-Agents are observers: they ask for no quorum. All nodes of a job notice the same hang within moments of each other: the
-first one leads, the others send it their part and wait. A leader that has gone, or has not asked again for a while,
-is followed no longer. Runs on the loop's thread only.
+Agents are observers: they request no quorum. All nodes of a job notice the same hang within moments: the first agent
+leads, the others send it their evidence. A leader that is gone, or has not asked again for a while, is no longer
+followed. Runs on the loop's thread only.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from allranks.model import cluster
 from allranks.model.formatting import count
 
 MAX_STORIES = 100
-MAX_STORIES_CHARS = 32 << 20  # of all together: pages of large jobs are long
-_REMEMBERED = 256  # lost nodes whose ranks are still known
+MAX_STORIES_CHARS = 32 << 20  # all together: pages of large jobs are long
+_REMEMBERED = 256  # lost nodes
 
-#: An agent whose line broke by an error, or that is silent, may come back by itself within this time.
+#: An agent whose connection was cut, or that is silent, may return by itself within this time.
 CUT_BACK_S, SILENT_BACK_S = 0.4, 5.0
 
 
 @dataclass
 class Nodes:
-    """All that was reported, by agent."""
+    """What each agent has reported of its node."""
 
     present: dict[str, cluster.Presence] = field(default_factory=dict)
     lost: dict[str, cluster.Presence] = field(default_factory=dict)  # oldest first
 
     def note(self, presence: cluster.Presence) -> cluster.Failover:
-        """An agent tells what runs on its node; it learns who would speak if the lighthouse went with its own."""
+        """An agent reports what runs on its node. Returns the successor, for the case that the lighthouse's node is lost."""
         self.present[presence.agent] = presence
         host = next((each for each in self.present.values() if each.lighthouse), None)
         rest = [name for name in self.present if host is None or name != host.agent]
         return cluster.Failover(host, min(rest, default=""))
 
     def leave(self, agent: str) -> None:
-        """It has shut down cleanly: its node is not lost."""
+        """The agent has shut down cleanly: its node is not lost."""
         self.present.pop(agent, None)
 
     def lose(self, agent: str, node: str) -> cluster.Presence:
-        """It is gone; what it has told is kept for those who ask."""
+        """The agent is gone; its last report is kept."""
         found = self.present.pop(agent, None) or cluster.Presence(agent, node)
         self.lost[agent] = found
         if len(self.lost) > _REMEMBERED:
@@ -54,13 +54,13 @@ class Nodes:
         return found
 
     def find(self, agent: str) -> cluster.Presence | None:
-        """What is known of a node, present or lost."""
+        """The last report of a node, present or lost."""
         return self.present.get(agent) or self.lost.get(agent)
 
 
 @dataclass(frozen=True)
 class Current:
-    """The last gathering that others follow."""
+    """The last gathering that other agents follow."""
 
     gathering: cluster.Gathering
     asked_s: float
@@ -100,7 +100,7 @@ class Agents:
     _gathering: Current | None = None
 
     def leave(self, name: str, reason: str) -> None:
-        """An observer has shut down cleanly; its node, if it has one, is not lost."""
+        """An observer has shut down cleanly; if it is an agent, its node is not lost."""
         if name.startswith(cluster.AGENT):
             self.nodes.leave(name)
             self.ranks.drop(name, lost=False)
@@ -108,15 +108,15 @@ class Agents:
             self.event_log.flush()
 
     def lose(self, session: Session, patience_s: float) -> None:
-        """An agent that is gone took its node's ranks with it: the others are notified, unless it comes back in time."""
+        """A lost agent means a lost node: notifies the other agents, unless this one returns within `patience_s`."""
         if not session.replica.startswith(cluster.AGENT):
             return
         if patience_s:
-            self.timers.call_later(patience_s, self._tell_node_lost, session, False)
+            self.timers.call_later(patience_s, self._notify_node_lost, session, False)
         else:
-            self._tell_node_lost(session, True)
+            self._notify_node_lost(session, True)
 
-    def _tell_node_lost(self, session: Session, certain: bool) -> None:
+    def _notify_node_lost(self, session: Session, certain: bool) -> None:
         name = session.replica
         if name in self.sessions.observers or not self.serving():
             return
@@ -145,19 +145,19 @@ class Agents:
         return incident
 
     def restart(self, reason: str) -> None:
-        """Asks all agents to end their ranks, which the launcher starts again."""
+        """Asks all agents to end their ranks; the launcher starts them again."""
         self.event_log.event("restart", f"restart of the job: {reason}")
         self.event_log.notify(cluster.RestartWanted(reason), self.sessions.observers)
         self.event_log.flush()
 
     def gather(self, wanted: cluster.CollectEvidence) -> cluster.Gathering:
-        """Asks all agents but the leading one to send it their part of an incident; says who leads."""
+        """Asks all agents to send the leading one their part of an incident; returns the leader."""
         now = self.now()
         found, new = decide_gathering(now, wanted, self._gathering, self.sessions.observers)
         if wanted.alone and found.lead == wanted.lead:
             self._gathering = Current(found, now)
         if new:
-            if not wanted.replicas:  # a comparison of calls is not news
+            if not wanted.replicas:  # a comparison of calls is not an event
                 self.event_log.event(
                     "collect", f"evidence wanted from {count(len(found.agents), 'agent')}: {wanted.reason}"
                 )
@@ -170,7 +170,7 @@ class Agents:
         return sum(1 for name in self.sessions.observers if name.startswith(cluster.AGENT))
 
     def report_incident(self, incident: cluster.PublishedIncident) -> None:
-        """An agent tells what it found, or how an earlier finding ended; the story is kept for the page."""
+        """An agent reports an incident or its outcome; its story is kept for the page."""
         known = next(
             (index for index, one in enumerate(self.incidents) if one.incident == incident.incident), None
         )
@@ -190,7 +190,7 @@ class Agents:
 
 
 def _remember(texts: dict[str, str], incident: str, text: str) -> None:
-    """Keeps the text of an incident; the oldest go when there are too many, or they are too long."""
+    """Keeps the text of an incident; drops the oldest when there are too many or they are too long."""
     if text:
         texts[incident] = text
         while len(texts) > MAX_STORIES or (

@@ -1,9 +1,8 @@
 """One TCP connection of the lighthouse: first bytes, hello, frames, commands. An asyncio Protocol, on the loop's thread.
 
-The first bytes tell frames of ours (PREAMBLE) from HTTP, which is handed to the web server; anything else is
-closed with a line in the log. A client has one chance to send a right hello; everything is bounded: open files of the
-process, unauthenticated connections, what is logged of them (`FoldedLog`). An action that a client asks for (`Command`) is
-looked up by name and answered with a `Result`.
+The first bytes distinguish our frames (PREAMBLE) from HTTP, which the web server takes over; any other connection is
+closed and logged. A client has one chance to send a valid hello. Open files, unauthenticated connections and their log
+lines (`FoldedLog`) are bounded. A client's `Command` is looked up by name and answered with a `Result`.
 """
 
 from __future__ import annotations
@@ -69,17 +68,14 @@ def open_files_limit() -> int:
 
 
 def calm_collector() -> None:
-    """Lets the cyclic collector run rarely: with ten thousand sessions a full run is a pause that clients feel."""
+    """Makes the cyclic garbage collector run rarely: with ten thousand sessions a full run delays clients."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
 
 
 def carry_out(service: Service, command: Command, reply: Callable[[Result], None]) -> None:
-    """Does what is asked and replies; to what must survive this lighthouse only once it is safe.
-
-    The connection has shown the job token before it gets here.
-    """
+    """Runs an authenticated client's command and replies; what must survive this lighthouse is saved before the reply."""
     result = _answer(service, command)
     if command.action in ("evict", "let_in", "finish"):
         service.coordinator.after_kept(lambda: reply(result))
@@ -100,13 +96,13 @@ def _answer(service: Service, command: Command) -> Result:
 
 
 def _evict(service: Service, command: Command) -> object:
-    service.evict(command.replica, command.reason or "asked for")
+    service.evict(command.replica, command.reason or "requested")
     return {"evicted": command.replica}
 
 
 def _let_in(service: Service, command: Command) -> object:
     if not service.let_in(command.replica):
-        raise LighthouseError(f"{command.replica} is neither evicted nor in back-off nor too late")
+        raise LighthouseError(f"{command.replica} is not evicted, in back-off or too late")
     return {"let_in": command.replica}
 
 
@@ -142,7 +138,7 @@ _OF_A_REPLICA = frozenset({"evict", "let_in", "finish", "presence", "accuse"})
 
 
 def _cleaned(incident: PublishedIncident) -> PublishedIncident:
-    """It is shown on the page and in terminals."""
+    """Removes control characters: the incident is shown on the page and in terminals."""
     texts: dict[str, Any] = {
         name: printable(value)
         for name, value in vars(incident).items()
@@ -151,14 +147,14 @@ def _cleaned(incident: PublishedIncident) -> PublishedIncident:
     return replace(incident, **texts, replicas=tuple(map(printable, incident.replicas)))
 
 
-HTTP = (b"GET ", b"POST", b"HEAD", b"PUT ", b"DELE", b"OPTI", b"PATC")  # how its requests begin
+HTTP = (b"GET ", b"POST", b"HEAD", b"PUT ", b"DELE", b"OPTI", b"PATC")  # first bytes of a request
 _HTTP2 = b"PRI "
 BACKLOG = 4096
-_WRITE_LIMIT = 8 << 20  # a client that does not read is cut off beyond this
+_WRITE_LIMIT = 8 << 20  # unread bytes of a client; with more it is disconnected
 
 
 class _FastBeat(msgspec.Struct, gc=False):
-    """messages.Beat for the hot path: a struct is read ten times faster than a frozen dataclass."""
+    """messages.Beat for the hot path: a struct is decoded ten times faster than a frozen dataclass."""
 
     step: int = -1
     progress: int = -1
@@ -178,7 +174,7 @@ _read_beat = cast("Callable[[bytes], messages.Beat]", msgspec.json.Decoder(_Fast
 _read_ack = msgspec.json.Decoder(_FastAck).decode
 
 
-#: Takes a connection over: its transport, and what has arrived so far.
+#: Takes a connection over: its transport, and the bytes that have arrived.
 Taker = Callable[[asyncio.Transport, bytes], None]
 
 
@@ -195,38 +191,38 @@ class Listener:
     service: Service
     options: ServerOptions
     takers: dict[bytes, Taker] = field(default_factory=dict)  # first four bytes -> another protocol
-    frames: bool = True  # whether our own protocol is spoken here
+    frames: bool = True  # our own protocol is served here
     unauthenticated: ConnectionSlots[UnauthenticatedConnection] = field(init=False)
     open: set[Connection] = field(default_factory=set)
     throttle: FoldedLog = field(default_factory=lambda: FoldedLog(log, 1.0))
     credential: Credential = field(init=False)
 
     def __post_init__(self) -> None:
-        # they never take the descriptors that members need
+        # leaves descriptors for members
         self.unauthenticated = ConnectionSlots(min(self.options.max_unauthenticated, open_files_limit() // 4))
         self.credential = Keyring(self.options.token).for_purpose(messages.PURPOSE)
 
     async def listen_too(self, takers: dict[bytes, Taker], host: str, port: int) -> asyncio.Server:
-        """Another port with the page and other protocols, under the same limits; without TLS and our own frames."""
+        """Opens another port for the page and other protocols, with the same limits; without TLS and our own frames."""
         other = replace(self, takers={**self.takers, **takers}, frames=False)
         other.unauthenticated = self.unauthenticated
         return await serve_at(lambda: Connection(other), host, port)
 
     def let_in(self, connection: UnauthenticatedConnection, peer: Sequence[object]) -> None:
-        """One more that has not authenticated; beyond the limit one of the host with most of them goes."""
+        """Adds an unauthenticated connection; beyond the limit, closes the oldest of the host that has the most."""
         until = self.service.clock() + self.options.hello_timeout_s
         surplus = self.unauthenticated.add(connection, str(peer[0]) if peer else "", until)
         if surplus is not None:
             surplus.refuse_quietly("too many connections that did not authenticate")
 
     def drop_slow(self) -> None:
-        """Closes connections that never said hello."""
+        """Closes connections that did not authenticate in time."""
         for late in self.unauthenticated.late(self.service.clock()):
             late.refuse_quietly("did not authenticate in time")
 
 
 async def serve_at(make: Callable[[], asyncio.Protocol], host: str, port: int) -> asyncio.Server:
-    """A server there. asyncio's own "::" would be IPv6 alone; a name may have several addresses."""
+    """Listens there. With asyncio "::" means IPv6 only; a name may have several addresses."""
     loop = asyncio.get_running_loop()
     if host in ("::", "127.0.0.1"):
         return await loop.create_server(make, sock=listen(host, port, BACKLOG), backlog=BACKLOG)
@@ -234,7 +230,7 @@ async def serve_at(make: Callable[[], asyncio.Protocol], host: str, port: int) -
 
 
 def hand_over(transport: asyncio.Transport, protocol: asyncio.Protocol, data: bytes) -> None:
-    """Lets another protocol go on with a connection on which `data` has arrived."""
+    """Hands a connection on which `data` has arrived to another protocol."""
     transport.set_protocol(protocol)
     protocol.connection_made(transport)
     protocol.data_received(data)
@@ -243,14 +239,14 @@ def hand_over(transport: asyncio.Transport, protocol: asyncio.Protocol, data: by
 class Connection(asyncio.Protocol):
     """See the module. Implements sessions.Peer."""
 
-    __slots__ = ("_begun", "_greeting", "_listener", "_rest", "_session", "_transport", "address")
+    __slots__ = ("_begun", "_buffer", "_greeting", "_listener", "_session", "_transport", "address")
     _transport: asyncio.Transport  # from connection_made on, which comes first
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._session: Session | None = None
-        self._rest = bytearray()  # what has come and is not a whole frame yet
-        self._begun = False  # the client speaks our protocol
+        self._buffer = bytearray()  # received bytes of an incomplete frame
+        self._begun = False  # the client has sent the preamble
         self._greeting: tuple[messages.Hello, bytes, bytes] | None = None  # the hello, its bytes, our nonce
         self.address = ""
 
@@ -274,13 +270,13 @@ class Connection(asyncio.Protocol):
         if session is not None:
             service = self._listener.service
             session.heard = service.clock() - service.awake.slept_s
-            if not self._rest:  # all of it is a heartbeat, in most reads
+            if not self._buffer:  # most reads are exactly one heartbeat
                 if data == EMPTY_BEAT:
                     return
                 if len(data) > _HEAD_BYTES and _head(data) == (len(data) - _HEAD_BYTES, BEAT):
                     self._beat(session, data[_HEAD_BYTES:])
                     return
-        self._rest += data
+        self._buffer += data
         try:
             self._take()
         except BadFrame as error:
@@ -296,7 +292,7 @@ class Connection(asyncio.Protocol):
             self._listener.service.disconnected(session, self, clean=error is None)
 
     def pause_writing(self) -> None:
-        self._listener.throttle.warn("slow", "%s does not read: cut off", self.address)
+        self._listener.throttle.warn("slow", "%s does not read: disconnected", self.address)
         self._transport.abort()
 
     # ---- sessions.Peer ----------------------------------------------------------------------------------
@@ -309,7 +305,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(frame)
 
     def close(self) -> None:
-        """Ends the connection after what was written is out."""
+        """Ends the connection once everything written has been sent."""
         self._transport.close()
 
     def refuse_quietly(self, why: str) -> None:
@@ -317,13 +313,11 @@ class Connection(asyncio.Protocol):
         self._listener.throttle.warn(why, "%s %s: closed", self.address, why)
         self._transport.abort()
 
-    # ---- inside -----------------------------------------------------------------------------------------
-
     def _read_shutdown_message(self) -> None:
-        """A write to a closed connection ends it before what has arrived is read: a replica that left had said so."""
+        """Reads what had arrived: a write to a closed connection ends it before a replica's Leave is read."""
         if self._session is None or self._transport.get_extra_info("sslcontext"):
             return
-        data = self._rest
+        data = self._buffer
         with contextlib.suppress(OSError):
             data += os.read(self._transport.get_extra_info("socket").fileno(), 1 << 16)
         with contextlib.suppress(BadFrame):
@@ -332,18 +326,18 @@ class Connection(asyncio.Protocol):
                     self._frame(kind, payload)
 
     def _take(self) -> None:
-        """Handles all whole frames that have come."""
+        """Handles all complete frames."""
         listener, options = self._listener, self._listener.options
         if not self._begun:
-            if len(self._rest) < len(PREAMBLE):
+            if len(self._buffer) < len(PREAMBLE):
                 return
-            if not self._rest.startswith(PREAMBLE) or not listener.frames:
-                self._other_protocol(bytes(self._rest))
+            if not self._buffer.startswith(PREAMBLE) or not listener.frames:
+                self._other_protocol(bytes(self._buffer))
                 return
-            del self._rest[: len(PREAMBLE)]
+            del self._buffer[: len(PREAMBLE)]
             self._begun = True
         limit = options.max_frame_bytes if self._session else options.max_hello_bytes
-        for kind, payload in take_frames(self._rest, limit):
+        for kind, payload in take_frames(self._buffer, limit):
             if self._transport.is_closing():
                 return
             self._frame(kind, payload)
@@ -361,8 +355,8 @@ class Connection(asyncio.Protocol):
                 raise BadFrame(f"Ack: {error}") from error
             return
         if kind & 0x7F == QUORUM and session is not None and not self._listener.service.state.needs_recall:
-            return  # another member was faster; with thousands of them reading each one's word would take seconds
-        options = self._listener.options  # without authentication nothing may unpack to more than a hello
+            return  # another member was faster; with thousands of members, decoding all quorums would take seconds
+        options = self._listener.options  # before authentication nothing may unpack to more than a hello
         message, _ = decode(kind, payload, options.max_frame_bytes if session else options.max_hello_bytes)
         if session is None:
             self._greet(message, payload)
@@ -378,7 +372,7 @@ class Connection(asyncio.Protocol):
         self._listener.service.beat(session, beat)
 
     def _greet(self, message: object, payload: bytes) -> None:
-        """A hello, then the proof that its sender knows the job token. Nothing else is read before that."""
+        """Takes a hello, then the proof that the client knows the job token; nothing else is accepted before."""
         if self._greeting is not None:
             self._prove(message, *self._greeting)
             return
@@ -393,17 +387,17 @@ class Connection(asyncio.Protocol):
         self._greeting = (message, payload, nonce.encode())
         self._send(messages.Challenge(nonce))
 
-    def _prove(self, message: object, hello: messages.Hello, said: bytes, nonce: bytes) -> None:
+    def _prove(self, message: object, hello: messages.Hello, hello_bytes: bytes, nonce: bytes) -> None:
         if not isinstance(message, messages.Proof):
             raise BadFrame(f"expected a Proof, got {type(message).__name__}")
         listener = self._listener
         if listener.options.token and not is_proof(
-            message.proof, listener.credential, b"client", nonce, said
+            message.proof, listener.credential, b"client", nonce, hello_bytes
         ):
             why = "the job token is wrong" if message.proof else "no job token"
             self._refuse(messages.Refused("token", why))
             return
-        self._send(messages.Proof(prove(listener.credential, b"server", nonce, said).hex()))
+        self._send(messages.Proof(prove(listener.credential, b"server", nonce, hello_bytes).hex()))
         self._greeting = None
         entered = listener.service.hello(self, hello)
         if isinstance(entered, messages.Refused):
@@ -444,7 +438,7 @@ class Connection(asyncio.Protocol):
             raise BadFrame(f"{type(message).__name__} is not for the lighthouse")
 
     def _refuse(self, refused: messages.Refused, claimed: str = "") -> None:
-        """`claimed`: what the client calls itself, which it has not proved."""
+        """`claimed`: the name that the client gave without proving it."""
         sender = f"{self.address} (it calls itself {claimed!r})" if claimed else self.address
         self._listener.throttle.warn(
             refused.code, "%s refused (%s): %s", sender, refused.code, refused.message

@@ -1,29 +1,29 @@
 """Who trains together next. Pure: `decide(now, state, options) -> (decision, reason)`.
 
-The rules, in order; the first that speaks decides:
+A replica joins by requesting a quorum. The rules, in order; the first that applies decides:
   nobody      no replica joined
-  starting    this lighthouse has just started, or somebody is about to tell the quorum of an earlier one: replicas
-              that train already come first, nobody new forms a quorum of its own before they had the time
-              to come back, or all expect_replicas ask
-  finished    the training is over: members reported so, and none of the others is left, or those who are left have
-              not as many steps as the finished state (they were healing when the source finished). Who comes now
-              is late and is refused after LATE_S. A new training begins when those who finished ask
-              again (where the finished step is not known: more than half as many as trained before), when one
-              is let in by hand, or after a while
-  stragglers  members of the last quorum live but do not ask yet (at the very first quorum: anybody connected);
-              they are waited for until the join timeout, counted from the first member that asked (a
-              newcomer or spare that waits for long must not cost a member its place)
-  expected    the very first quorum, and fewer than expect_replicas ask: waited for until the join timeout
-  minority    fewer than half of the last quorum's members that may still be training ask: a minority never
-              trains on. Members known to be dead do not count; silent ones do until presumed dead
-  too_few     fewer than min_replicas ask
-  size        no allowed number of members (multiple_of, divides, max_replicas) can be made of them
-  pace        a new quorum came a moment ago: never more than 10 in 2.5 s, and a growing pause when the same members
+  starting    this lighthouse has just started, or a client is about to send the quorum of an earlier one: replicas
+              that already train come first. Newcomers form no quorum until those have had time to return, or until
+              all expect_replicas joined
+  finished    the training has finished: members reported it, and the others are gone or hold fewer steps than the
+              finished state (they were healing when the source finished). A replica that joins now is refused after
+              LATE_S. A new training begins when the finished replicas join again (if the finished step is unknown:
+              more than half of the largest quorum), when one is readmitted by hand, or after finished_hold_s
+  stragglers  members of the last quorum (at the very first quorum: any connected replica) are alive but have not
+              joined: wait for them until the join timeout, counted from the first member that joined, so that a
+              newcomer or spare that has waited for long does not cost a member its place
+  expected    the very first quorum, and fewer than expect_replicas joined: wait until the join timeout
+  minority    fewer than half of the last quorum's members that may still be training joined: a minority never
+              continues. Members known to be dead do not count; silent ones count until presumed dead
+  too_few     fewer than min_replicas joined
+  size        no allowed number of members (multiple_of, divides, max_replicas) fits
+  pace        a quorum was formed a moment ago: at most 10 in 2.5 s, with a growing pause while the same members
               make no step
-  form        all members of the last quorum are there (fast), or nobody is left to wait for, or the join
-              timeout is over. Those that asked by then join, unless one of them wants to shrink only, it is not
-              proved reachable by members that can continue without it, or it cannot talk to the others: the largest
-              set that can is formed (reach.py). Where members lost each other, they continue first without newcomers
+  form        all members of the last quorum joined (fast), no replica is left to wait for, or the join timeout
+              expired. Every replica that joined becomes a member, except newcomers when a member wants to shrink
+              only, newcomers not proved reachable by members that can continue without them, and replicas that
+              cannot connect to the others (reach.py forms the largest connected set). Members that have lost each
+              other continue first, without newcomers
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from allranks.lighthouse.options import Options
 from allranks.lighthouse.reach import largest_set
 from allranks.lighthouse.state import QuorumState, Replica
 from allranks.model.cluster import Member
+from allranks.model.formatting import count
 
-# so long one that comes after the end is kept waiting for others that begin a new training with it
-LATE_S = 5.0
-_PROVERS = 64  # members with which a newcomer is proved reachable; more would be too many connections
-_NAMED = 8  # reasons name at most so many replicas
+LATE_S = 5.0  # a replica that joins after the end waits this long for others to begin a new training with it
+_PROVERS = 64  # members that probe a newcomer; more would be too many connections
+_NAMED = 8  # replicas that a reason names
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,24 @@ class Form:
     members: tuple[Member, ...]  # sorted by replica
     spares: tuple[str, ...] = ()
     rule: str = "form"
-    left_out: tuple[str, ...] = ()  # they ask too, and cannot talk to the members, or that is not proved yet
+    left_out: tuple[str, ...] = ()  # they joined, but cannot connect to the members or have not proved it yet
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Not yet. `until` is when time alone may change this (None: only an event can)."""
+    """No quorum yet. `until` is when time alone may change this (None: only an event can)."""
 
     rule: str
-    missing: tuple[str, ...] = ()  # who is waited for, as far as we know their names
+    missing: tuple[str, ...] = ()  # replicas waited for, where few enough to name
     until: float | None = None
-    refused: tuple[str, ...] = ()  # they ask too late, and nobody came to begin a new training with them
+    refused: tuple[str, ...] = ()  # joined after the end, and no other replica began a new training
 
 
 Decision = Form | Wait
 
 
 def decide(now: float, state: QuorumState, options: Options) -> tuple[Decision, str]:
-    """The decision and its reason as a sentence. Costs little while stragglers are waited for."""
+    """The decision and its reason as a sentence. Cheap while waiting for stragglers."""
     for rule in _RULES:
         if (found := rule(now, state, options)) is not None:
             return found
@@ -83,14 +83,13 @@ def _nobody(now: float, state: QuorumState, options: Options) -> tuple[Wait, str
 def _starting(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
     if now >= state.settling_until or _all_expected(state, options):
         return None
-    joined = _count(len(state.asking), "replica", "replicas")
     return Wait("starting", until=_earliest(state.settling_until, now, state)), (
-        f"{joined} joined, but this lighthouse is new: members of an earlier quorum come first, if there are any"
+        f"{_joined(state)}, but this lighthouse has just started: members of an earlier quorum come first"
     )
 
 
 def _all_expected(state: QuorumState, options: Options) -> bool:
-    """Whether everybody asks who can be there at the very first quorum, and none of them knows of an earlier one."""
+    """Whether all expected replicas joined the very first quorum, and none of them knows of an earlier one."""
     first = state.last is None and not state.needs_recall
     return first and 0 < options.expect_replicas <= len(state.asking)
 
@@ -105,9 +104,9 @@ def _finished(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
     at = f" at step {done}" if done >= 0 else ""
     enough = listed(state.finishers) if done >= 0 else f"more than half of {state.largest}"
     return Wait("finished", until=_earliest(until, now, state), refused=refused), (
-        f"the training is over ({listed(state.finishers)} finished{at} in quorum {state.number}): "
-        f"{listed(state.asking)} {'is' if len(state.asking) == 1 else 'are'} too late; "
-        f"a new one begins when {enough} ask, or one is readmitted (`allranks lighthouse readmit`)"
+        f"the training has finished ({listed(state.finishers)}{at} in quorum {state.number}): "
+        f"{listed(state.asking)} joined too late; "
+        f"a new training begins when {enough} join, or one is readmitted (`allranks lighthouse readmit`)"
     )
 
 
@@ -126,9 +125,8 @@ def _stragglers(now: float, state: QuorumState, options: Options) -> tuple[Wait,
     if now >= deadline:
         return None
     what, number = ("member", f" of quorum {state.number}") if by_last else ("connected replica", "")
-    not_yet = _count(len(idle), f"{what}{number} does", f"{what}s{number} do")
-    joined = _count(len(state.asking), "replica", "replicas")
-    reason = f"{joined} joined, {not_yet} not yet: waiting for {listed(idle)}"
+    not_yet = f"{count(len(idle), what)}{number} {'has' if len(idle) == 1 else 'have'} not"
+    reason = f"{_joined(state)}, {not_yet}: waiting for {listed(idle)}"
     return Wait("stragglers", _some(idle), _earliest(deadline, now, state)), reason
 
 
@@ -143,7 +141,7 @@ def _expected(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
     if now >= deadline:
         return None
     return Wait("expected", until=_earliest(deadline, now, state)), (
-        f"{_count(len(state.asking), 'replica', 'replicas')} joined, the first quorum waits for {options.expect_replicas}"
+        f"{_joined(state)}, the first quorum waits for {options.expect_replicas}"
     )
 
 
@@ -160,12 +158,12 @@ def _minority(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
         outside = _apart(now, state, state.asking) if unusual else ""
         reason = (
             f"the members of quorum {state.number} are training: "
-            f"{listed(state.asking)} can join when {listed(absent)} ask again{outside}"
+            f"{listed(state.asking)} can join when {listed(absent)} request the next quorum{outside}"
         )
     else:
         what = f"members of quorum {state.number}" if by_last else "connected replicas"
         reason = (
-            f"only {present} of {present + len(absent)} {what} ask: a minority does not continue training, "
+            f"only {present} of {present + len(absent)} {what} joined: a minority does not continue training, "
             f"waiting for {listed(absent)}"
         )
     return Wait("minority", _some(absent), state.next_change(now)), reason
@@ -175,23 +173,23 @@ _RULES = (_nobody, _starting, _finished, _stragglers, _expected, _minority)
 
 
 def _by_last(state: QuorumState) -> bool:
-    """Whether members of the last quorum are left, who decide; otherwise everybody connected does."""
+    """Whether members of the last quorum are left to decide; otherwise all connected replicas do."""
     return bool(state.continuing or state.silent)
 
 
 def _idle(state: QuorumState) -> set[str]:
-    """Who could ask and does not."""
+    """Replicas that could join and have not."""
     return state.continuing_not_asking if _by_last(state) else state.idle
 
 
 def _choose(now: float, state: QuorumState, options: Options) -> tuple[Decision, str]:
-    """Of those who ask: who comes in, who is spare, who is left out."""
+    """Sorts the replicas that joined into members, spares and those left out."""
     idle = _idle(state)
     before = {m.replica: m.session for m in state.last.members} if state.last else {}
     asking = [replica.asking for replica in state.asking.values() if replica.asking]
     shrink = bool(before) and any(member.shrink_only for member in asking)
     able = [member for member in asking if not shrink or member.replica in before]
-    note = " (nobody new: shrink only)" if shrink else ""
+    note = " (shrink only: no newcomers)" if shrink else ""
     candidates = _connected(now, _proved(able, state, options), state)
     if _lost_each_other(now, state):
         members = _connected(now, [m for m in able if m.replica in state.continuing], state)
@@ -213,12 +211,12 @@ def _choose(now: float, state: QuorumState, options: Options) -> tuple[Decision,
         left_out = tuple(sorted({m.replica for m in able} - {m.replica for m in candidates}))
     rule, reason = _why(state, idle, before, frozenset((*spares, *left_out)))
     if spares:
-        reason += f"; {_sizes(options)}: {listed(spares)} {'stays' if len(spares) == 1 else 'stay'} spare"
+        reason += f"; {_sizes(options)}: {listed(spares)} {'remains' if len(spares) == 1 else 'remain'} spare"
     return Form(tuple(chosen), spares, rule, left_out), reason + _apart(now, state, left_out) + note
 
 
 def find_unproved(state: QuorumState) -> list[Member]:
-    """Who asks and may not join the members that train before they and it have reached each other."""
+    """Newcomers that may not join the training members before both sides have reached each other."""
     if not state.has_newcomers:
         return []
     members = find_provers(state)
@@ -234,7 +232,7 @@ def find_unproved(state: QuorumState) -> list[Member]:
 
 
 def find_provers(state: QuorumState) -> list[str]:
-    """Sessions of the members that a newcomer must reach, and that must reach it: the first few of very many."""
+    """Sessions of the members that a newcomer must reach, and that must reach it: at most `_PROVERS`."""
     found: list[str] = []
     for member in state.last.members if state.last else ():
         if member.replica in state.continuing and state.replicas[member.replica].probes:
@@ -245,7 +243,7 @@ def find_provers(state: QuorumState) -> list[str]:
 
 
 def _proved(members: list[Member], state: QuorumState, options: Options) -> list[Member]:
-    """Without those that are not proved reachable, where the members of the last quorum can continue without them."""
+    """Drops newcomers not proved reachable, where the members of the last quorum can continue without them."""
     if not state.continuing:
         return members
     unproved = {member.replica for member in find_unproved(state)}
@@ -254,16 +252,16 @@ def _proved(members: list[Member], state: QuorumState, options: Options) -> list
 
 
 def _lost_each_other(now: float, state: QuorumState) -> bool:
-    """Whether members of the last quorum could not reach each other just now. They continue before anybody new comes in: what
-    cut them may have cut others too, and a group that cannot be made costs seconds more."""
+    """Whether members of the last quorum cannot reach each other now. They continue before newcomers join: what cut
+    them may have cut others too, and each group that cannot be made costs seconds."""
     if not state.reach.apart or state.last is None:
         return False
     return bool(state.reach.pairs(now, {member.session for member in state.last.members}))
 
 
 def _connected(now: float, members: list[Member], state: QuorumState) -> list[Member]:
-    """The largest set that can talk to each other; of equal ones that with the newest state, then with more members of
-    the last quorum, then the first by name. One whose claim could not be served has lost its place."""
+    """The largest set that can connect to each other; ties go to the newest state, then to more members of the last
+    quorum, then to the first names. A replica whose claimed state could not be fetched is dropped if others remain."""
     if state.reach.unserved:
         members = [m for m in members if m.session not in state.reach.unserved] or members
     apart = state.reach.pairs(now, {member.session for member in members}) if state.reach.apart else {}
@@ -292,7 +290,7 @@ def _connected(now: float, members: list[Member], state: QuorumState) -> list[Me
 
 
 def _apart(now: float, state: QuorumState, names: Collection[str]) -> str:
-    """Why these are not members: "; left out: b (cannot connect with a; next try in 2 s)"."""
+    """Why these are not members: "; left out: b (cannot connect to a; next try in 2 s)"."""
     if not names:
         return ""
     here = {replica.session: name for name, replica in state.replicas.items()}
@@ -304,7 +302,7 @@ def _apart(now: float, state: QuorumState, names: Collection[str]) -> str:
 
 
 def find_why_out(now: float, state: QuorumState, name: str, here: dict[str, str]) -> str:
-    """Why a replica that asks is not a member, if that is for connectivity; `here`: session -> name."""
+    """Why a replica that joined is not a member, if connectivity is the reason; `here`: session -> name."""
     replica = state.replicas.get(name)
     if replica is None or replica.asking is None:
         return ""
@@ -316,27 +314,25 @@ def find_why_out(now: float, state: QuorumState, name: str, here: dict[str, str]
     if entries:
         others = listed(here[session] for session in entries if session in here)
         next_s = max(entry.until for entry in entries.values()) - now
-        return f"cannot connect with {others}; next try in {next_s:.0f} s"
+        return f"cannot connect to {others}; next try in {next_s:.0f} s"
     if replica.session in state.reach.unserved:
-        return "the state that it claims could not be fetched"
+        return "the state that it claims to hold could not be fetched"
     if any(member.replica == name for member in find_unproved(state)):
         return f"not proved reachable yet by {listed(state.continuing)}"
-    mixed = len(_dialects(state)) > 1 or _other_dialect(state, replica.asking)
+    dialects = {other.asking.dialect for other in state.asking.values() if other.asking}
+    mixed = len(dialects) > 1 or _other_dialect(state, replica.asking)
     return "it speaks another protocol than the members" if mixed else ""
 
 
-def _dialects(state: QuorumState) -> set[str]:
-    return {replica.asking.dialect for replica in state.asking.values() if replica.asking}
-
-
-def _why_not(count: int, note: str, state: QuorumState, options: Options) -> tuple[str, str]:
-    """Too few ask, or no allowed number of members can be made of them."""
-    ask, idle = _count(count, "replica asks", "replicas ask"), _idle(state)
-    if count >= options.min_replicas:
-        return "size", f"{ask}{note}, but {_sizes(options)}"
+def _why_not(able: int, note: str, state: QuorumState, options: Options) -> tuple[str, str]:
+    """Too few joined, or no allowed number of members fits."""
+    joined, idle = f"{count(able, 'replica')} joined", _idle(state)
+    if able >= options.min_replicas:
+        return "size", f"{joined}{note}, but {_sizes(options)}"
+    needed = f"at least {options.min_replicas} {'is' if options.min_replicas == 1 else 'are'} needed"
     waiting = f", waiting for {listed(idle)}" if idle else ""
     pausing = f", {_pausing(state)}" if state.cooling else ""
-    return "too_few", f"{ask}, at least {options.min_replicas} must{note}{waiting}{pausing}"
+    return "too_few", f"{joined}, {needed}{note}{waiting}{pausing}"
 
 
 def _why(
@@ -344,27 +340,21 @@ def _why(
 ) -> tuple[str, str]:
     if before and all(name in state.asking for name in before):
         new = [name for name in state.asking if name not in before and name not in outside]
-        joined = f", and {listed(new)} joined" if new else ""
+        joined = f"; new: {listed(new)}" if new else ""
         again = [name for name, session in before.items() if state.asking[name].session != session]
-        reborn = f", {listed(again)} restarted" if again else ""
-        number = state.number
-        who = (
-            f"all {len(before)} members of quorum {number} are"
-            if len(before) > 1
-            else f"the member of quorum {number} is"
-        )
-        return "fast", f"{who} there{reborn}{joined}"
+        restarted = f", {listed(again)} restarted" if again else ""
+        members = f"all {len(before)} members" if len(before) > 1 else "the only member"
+        return "fast", f"{members} of quorum {state.number} joined{restarted}{joined}"
     if not idle:
         lost = [f"{name} ({gone.reason})" for name, gone in sorted(state.gone.items())]
         without = f", without {listed(lost)}" if lost else ""
         who = f"all {len(state.asking)} replicas" if len(state.asking) > 1 else "the only replica"
         return "everybody", f"{who} joined{without}"
-    asking = _count(len(state.asking), "replica asks", "replicas ask")
-    return "join_timeout", f"join timeout is over: {asking}, without {listed(idle)}"
+    return "join_timeout", f"join timeout expired: {_joined(state)}, without {listed(idle)}"
 
 
 def find_joining(now: float, state: QuorumState) -> list[Member]:
-    """Replicas that ask, are not members yet, and could be as soon as the members ask too."""
+    """Newcomers that can become members as soon as the members request the next quorum."""
     if not state.has_newcomers:
         return []
     members = [state.replicas[name].session for name in state.continuing] if state.reach.apart else []
@@ -382,7 +372,7 @@ def find_joining(now: float, state: QuorumState) -> list[Member]:
 
 
 def find_wanted(now: float, state: QuorumState, options: Options) -> str:
-    """Why members that are training should ask again at their next step; "" when they need not."""
+    """Why training members should request a quorum at their next step; "" when they need not."""
     if not state.continuing_not_asking or state.last is None:
         return ""
     waiting = [member.replica for member in find_joining(now, state)]
@@ -400,17 +390,15 @@ def _other_dialect(state: QuorumState, member: Member | None) -> bool:
 
 
 def find_broken(state: QuorumState) -> str:
-    """Why members that do not ask should at once: others of their quorum have given its group up. "": they need not."""
+    """Why members should request a quorum at once: others have left its group. "" when they need not."""
     if not state.continuing_not_asking:
         return ""
-    given_up = [
+    left = [
         name
         for name, replica in state.requesting_members.items()
         if replica.asking is not None and replica.asking.commit_failures
     ]
-    if not given_up:
-        return ""
-    return f"{listed(given_up)} gave up the group of quorum {state.number} and ask{'s' if len(given_up) == 1 else ''} again"
+    return f"{listed(left)} left the group of quorum {state.number} and requested another" if left else ""
 
 
 def listed(names: Iterable[str]) -> str:
@@ -424,28 +412,28 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _some(names: set[str]) -> tuple[str, ...]:
-    """Names for a Wait; all of them when they are few, else none (sorting thousands per event is not worth it)."""
+    """Names for a Wait; none when there are many (sorting thousands per event is not worth it)."""
     return tuple(sorted(names)) if len(names) <= _NAMED * 4 else ()
 
 
 def _earliest(time: float, now: float, state: QuorumState) -> float:
-    """This time, or when time alone changes the state, whichever comes first."""
+    """This time, or the next change of the state by time alone, whichever comes first."""
     other = state.next_change(now)
     return time if other is None else min(time, other)
 
 
 def _pausing(state: QuorumState) -> str:
-    leased = {name for name in state.cooling if name in state.silent}
+    leased = state.cooling.keys() & state.silent
     parts = []
     if leased:
-        parts.append(f"{listed(leased)} must wait: an earlier process of the name may still train")
+        parts.append(f"{listed(leased)} must wait: an earlier process of that name may still be training")
     if flapping := state.cooling.keys() - leased:
         parts.append(f"{listed(flapping)} must back off after repeated losses")
     return ", ".join(parts)
 
 
-def _count(number: int, one: str, more: str) -> str:
-    return f"{number} {one if number == 1 else more}"
+def _joined(state: QuorumState) -> str:
+    return f"{count(len(state.asking), 'replica')} joined"
 
 
 def _sizes(options: Options) -> str:

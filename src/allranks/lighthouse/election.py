@@ -1,8 +1,8 @@
-"""One leader among several lighthouses, by a lease in etcd; and what must survive it, kept there.
+"""Elects one leader among several lighthouses by a lease in etcd, which also stores the state that must survive it.
 
-Keys under /allranks/JOB: `leader` (address, on the leader's lease) and `state` (packed PersistedState). Everything that
-a leader writes is guarded by its own `leader` key, so one that was deposed without noticing changes nothing.
-A leader that cannot renew its lease steps down when it may have run out, not when etcd first hiccups.
+Keys under /allranks/JOB: `leader` (address, on the leader's lease) and `state` (packed PersistedState). Every write of
+a leader is guarded by its own `leader` key, so a leader that was deposed without noticing changes nothing. A leader
+that cannot renew its lease steps down when the lease may have expired, not at the first error of etcd.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Deposed(LighthouseError):
-    """Another lighthouse leads now."""
+    """This lighthouse no longer leads."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class EtcdOptions:
 
     endpoints: tuple[str, ...]
     job: str = "job"
-    lease_s: int = 3  # how long a dead leader keeps its place
+    lease_s: int = 3  # how long a dead leader remains the leader
     ca: str = ""
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class EtcdOptions:
 
 
 class Election:
-    """Runs for the place of the leader as long as `run()` runs. On the lighthouse's loop; etcd in threads."""
+    """Campaigns and leads while `run()` runs. On the lighthouse's loop; calls etcd in threads."""
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class Election:
         self._options = options
         self._address = address
         self._lead = lead
-        self._follow = follow  # called with the leader's address ("" when nobody leads)
+        self._follow = follow  # called with the leader's address ("": no leader)
         self._etcd = Etcd(options.endpoints, timeout_s=max(0.5, options.lease_s / 3), ca=options.ca)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="allranks-etcd")
         self._lease = 0
-        self._revision = 0  # of our leader key; 0: we do not lead
+        self._revision = 0  # of our `leader` key; 0: we do not lead
         self._epoch = 0
         self._good_until = 0.0
 
     async def run(self) -> None:
-        """Campaign, lead, step down, campaign again; until cancelled."""
+        """Campaigns, leads, steps down, and starts again, until cancelled."""
         try:
             while True:
                 kept = await self._campaign()
@@ -84,22 +84,20 @@ class Election:
             self._revision = 0
 
     async def close(self) -> None:
-        """Gives the place up at once, so that the next one need not wait for the lease."""
+        """Revokes the lease, so that the next leader need not wait for it to expire."""
         if self._lease:
             try:
                 await self._thread(lambda: self._etcd.revoke(self._lease))
             except EtcdError as error:
-                log.warning("lease not given back: %s", error)
+                log.warning("lease not revoked: %s", error)
         self._pool.shutdown(wait=False)
         self._etcd.close()
 
     async def keep(self, kept: PersistedState) -> None:
-        """Makes it safe, under our epoch. Raises Deposed or EtcdError; nothing may be announced then."""
+        """Saves the state under our epoch. If it raises (Deposed, EtcdError), nothing may be announced."""
         if not self._revision:
             raise Deposed("this lighthouse does not lead")
         await self._save(replace(kept, epoch=self._epoch))
-
-    # ---- inside -----------------------------------------------------------------------------------------
 
     async def _campaign(self) -> PersistedState:
         leader = None
@@ -121,7 +119,7 @@ class Election:
             await asyncio.sleep(pause)
 
     async def _try(self) -> PersistedState | None:
-        """Takes the empty place, if nobody is faster; returns what the last leader kept."""
+        """Tries to become the leader; returns the state that the last leader saved, None if another was faster."""
         began = time.monotonic()
         lease = await self._thread(lambda: self._etcd.grant(self._options.lease_s))
         self._lease = lease.id
@@ -152,7 +150,7 @@ class Election:
                 renewal = self._thread(lambda: self._etcd.keep_alive(self._lease))
                 ttl = await asyncio.wait_for(renewal, max(0.0, self._good_until - began))
                 if ttl <= 0:
-                    return "the lease ran out"
+                    return "the lease expired"
                 self._good_until = began + ttl
             except asyncio.TimeoutError:
                 return "the lease could not be renewed: etcd did not answer in time"
@@ -181,5 +179,5 @@ class Election:
             return from_json(zlib.decompress(data), PersistedState)
         except (zlib.error, msgspec.MsgspecError) as error:
             key = self._key("state")
-            hint = f"`etcdctl del {key}` begins anew, once no replica of this job runs any more"
-            raise EtcdError(f"what is kept in etcd under {key} is damaged ({error}): {hint}") from error
+            hint = f"once no replica of this job is running, `etcdctl del {key}` starts over"
+            raise EtcdError(f"the state saved in etcd under {key} is damaged ({error}): {hint}") from error

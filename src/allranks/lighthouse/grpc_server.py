@@ -1,12 +1,12 @@
-"""torchft's own gRPC protocol beside ours: unmodified torchft clients form quorums on this lighthouse.
+"""torchft's gRPC protocol: unmodified torchft clients form quorums on this lighthouse.
 
-Runs in the lighthouse, on its loop; needs the extra [grpc]. A torchft replica is a session like any other: its
-heartbeats are signs of life, its closed connection is a death notice at once (torchft's own lighthouse waits
-for 5 s of silence). torchft's clients know no token: where the lighthouse has one, a call needs it in its metadata
-("authorization: Bearer TOKEN"), or with `open_to_observers` may only say that a replica lives.
+Runs in the lighthouse, on its loop; needs the extra [grpc]. A torchft replica is a session like any other: its closed
+connection means death at once (torchft's own lighthouse waits for 5 s of silence). torchft's clients have no token:
+where the lighthouse has one, a call needs it in its metadata ("authorization: Bearer TOKEN"); with `open_to_observers`
+calls without it may send heartbeats only.
 
-gRPC tells a server nothing of a client that is gone between two calls. So a `Relay` takes connections that begin like
-HTTP/2, passes their bytes to the real server on loopback, and reports which local port belonged to one that closed.
+gRPC does not notify a server of a client that disconnects between two calls. So a `Relay` takes connections that begin
+like HTTP/2, passes their bytes to the real server on loopback, and reports the local port of each that closed.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ except ImportError:  # torchft_protocol says what to install
 
 T = TypeVar("T")
 CHUNK = 1 << 16
-CALL_BYTES = 64 << 10  # that a connection may send from one call to the next: four times the largest call
-IDLE_BYTES_S = 100.0  # and so much more each second, for the signs of life of a call that waits for hours
-PREFACE = b"PRI "  # how HTTP/2, and so gRPC, begins
+CALL_BYTES = 64 << 10  # a connection may send this between two calls: four times the largest call
+IDLE_BYTES_S = 100.0  # and this much more each second, for the keep-alive of a call that waits for hours
+PREFACE = b"PRI "  # first bytes of HTTP/2
 
 
 class Relay:
-    """`closed(port)` is called once per connection; `port` is what the server saw as the peer's.
+    """Calls `closed(port)` once per connection; the gRPC server sees `port` as the peer's.
 
-    A connection costs two descriptors. Of more than `max_idle` that are no member's one is closed; when all of
-    them take half of the descriptors of this process, nobody else comes in.
+    A connection costs two descriptors. At most `max_idle` connections belong to no member; all together use at most
+    half of this process' descriptors.
     """
 
     def __init__(self, grpc: tuple[str, int], closed: Callable[[int], None], max_idle: int) -> None:
@@ -55,25 +55,25 @@ class Relay:
         self._closed = closed
         self._max = open_files_limit() // 4
         self._tasks: set[asyncio.Task[None]] = set()
-        self._idle = ConnectionSlots[asyncio.Task[None]](max_idle)  # no member's
+        self._idle = ConnectionSlots[asyncio.Task[None]](max_idle)  # of no member
         self._ports: dict[int, tuple[asyncio.Task[None], str]] = {}
-        self._left: dict[int, float] = {}  # bytes that a connection may send until its next call
+        self._left: dict[int, float] = {}  # bytes that a connection may send before its next call
 
     def take(self, transport: asyncio.Transport, first: bytes) -> None:
         """Takes over a connection that was accepted elsewhere and has sent `first`."""
         hand_over(transport, asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve), first)
 
     def address(self, port: int) -> str:
-        """Where the client of a call from this port really is."""
+        """The client's real address."""
         return self._ports[port][1] if port in self._ports else "?"
 
     def heard(self, port: int) -> None:
-        """A whole call has come from this port."""
+        """A complete call has arrived from this port."""
         if port in self._left:
             self._left[port] = CALL_BYTES
 
     def keep(self, port: int) -> None:
-        """The connection of this port is a member's."""
+        """The connection of this port belongs to a member."""
         if port in self._ports:
             self._idle.remove(self._ports[port][0])
 
@@ -97,7 +97,7 @@ class Relay:
         try:
             await self._relay(task, reader, writer)
         except (OSError, asyncio.CancelledError):
-            pass  # gone, or too many are idle, or we close
+            pass  # the client closed it, too many are idle, or we close
         finally:
             self._tasks.discard(task)
             self._idle.remove(task)
@@ -128,7 +128,7 @@ class Relay:
             await asyncio.gather(*pumps, return_exceptions=True)  # last: it may be cancelled too
 
     async def _take_in(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until the client sends CALL_BYTES and no call: gRPC would keep headers without end."""
+        """Relays until the client sends CALL_BYTES without a call: gRPC would buffer headers without limit."""
         clock = asyncio.get_running_loop().time
         self._left[port], at = CALL_BYTES, clock()
         while chunk := await reader.read(CHUNK):
@@ -158,8 +158,8 @@ _OPTIONS = (
     ("grpc.max_metadata_size", 4 << 10),
     ("grpc.absolute_max_metadata_size", 4 << 10),
 )
-MAX_CONNECTIONS_EACH = 4  # of a replica: torchft has two, its manager's and its heartbeats'
-MAX_REPLICAS = 2048  # clients without a token could say any number of names
+MAX_CONNECTIONS_EACH = 4  # of a replica: torchft has two, for its manager and its heartbeats
+MAX_REPLICAS = 2048  # clients without a token could invent any number of names
 
 
 class CallContext(Protocol):
@@ -172,7 +172,7 @@ class CallContext(Protocol):
 
 @dataclass(eq=False)
 class GrpcPeer:
-    """A torchft replica as the service sees it. `waiting` are its pending Quorum calls."""
+    """A torchft replica as the service sees it. `waiting` holds its pending Quorum calls."""
 
     address: str
     session: Session | None = None
@@ -180,7 +180,7 @@ class GrpcPeer:
     ports: set[int] = field(default_factory=set)  # connections on which it was seen
 
     def deliver(self, message: object, frame: bytes) -> None:
-        """Answers pending calls; notices have no place in torchft's protocol and count as received."""
+        """Answers pending calls; torchft's protocol has no notices, so they count as acknowledged."""
         waiting, self.waiting = self.waiting, []
         for call in waiting:
             if call.done():
@@ -207,7 +207,7 @@ class TorchftServer:
     """The two calls of torchft's LighthouseService."""
 
     service: Service
-    token: str = ""  # "": none is needed
+    token: str = ""  # "": not needed
     open_to_observers: bool = False  # calls without the token may report that a replica lives
     peers: dict[str, GrpcPeer] = field(default_factory=dict)
     relay: Relay | None = None
@@ -239,7 +239,7 @@ class TorchftServer:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     async def _answer(self, call: asyncio.Future[Quorum], session: Session) -> Quorum:
-        """Waits for the quorum. Asking is a sign of life, for as long as the call is open."""
+        """Waits for the quorum. An open call counts as a heartbeat."""
         while not call.done():
             self.service.heard(session)
             await asyncio.wait((call,), timeout=self.service.options.beat_s / 2)
@@ -258,13 +258,13 @@ class TorchftServer:
     def _knows_token(self, context: CallContext) -> bool:
         if not self.token:
             return True
-        said = (value for key, value in context.invocation_metadata() if key == "authorization")
-        given = next(said, "")
+        values = (value for key, value in context.invocation_metadata() if key == "authorization")
+        given = next(values, "")
         given = given if isinstance(given, bytes) else given.encode(errors="replace")
         return hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
     def closed(self, port: int) -> None:
-        """A connection ended: replicas that were seen on no other one are gone."""
+        """A connection ended: replicas that use no other connection are gone."""
         for name, peer in list(self.peers.items()):
             if port not in peer.ports:
                 continue
@@ -276,7 +276,7 @@ class TorchftServer:
                     self.service.disconnected(peer.session, peer, clean=True)
 
     def _peer(self, name: str, context: CallContext, observer: bool = False) -> GrpcPeer | Refused:
-        """The replica's peer; says hello to the service when it is new or was declared lost."""
+        """The replica's peer; registers it with the service when it is new or was declared lost."""
         port = int(context.peer().rsplit(":", 1)[1])
         address = "?"
         if self.relay is not None:
@@ -284,10 +284,10 @@ class TorchftServer:
             address = self.relay.address(port)
         peer = self.peers.pop(name, None)
         if peer is None and len(self.peers) >= MAX_REPLICAS:
-            return Refused("full", f"{MAX_REPLICAS} replicas are here already")
+            return Refused("full", f"{MAX_REPLICAS} replicas are connected already")
         peer = peer or GrpcPeer(address)
         if any(session.session != name for session in self.service.sessions.of(name)):
-            return Refused("taken", f"{name} has proved its name: nobody without a token takes its place")
+            return Refused("taken", f"{name} has authenticated: a client without a token cannot replace it")
         known = self.service.sessions.get(name, 0)
         if peer.session is None or known is not peer.session:
             node = address.rsplit(":", 1)[0]
@@ -324,8 +324,8 @@ def torchft_protocol(
     listening: Callable[[str], None] = lambda address: None,
     open_to_observers: bool = False,
 ) -> Callable[[Listener], contextlib.AbstractAsyncContextManager[None]]:
-    """What `Lighthouse(protocols=…)` takes; `listening` is called with the address, "http://host:port". Host "" means the
-    lighthouse's own port. Another port serves the page too, but none of our own frames."""
+    """For `Lighthouse(protocols=…)`; calls `listening` with the address, "http://host:port". Host "" means the
+    lighthouse's own port. Another port serves the page too, but not our own frames."""
     require("grpc", feature="torchft's protocol", extra="grpc")
 
     @asynccontextmanager

@@ -1,6 +1,6 @@
-"""torchft's protobuf messages, written and read by hand: four small messages need no generated code. Pure.
+"""torchft's protobuf messages, encoded by hand: four small messages need no generated code. Pure.
 
-Field numbers are torchft's public protocol (package `torchft`, proto3). Unknown fields are passed over.
+Field numbers are torchft's public protocol (package `torchft`, proto3). Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from allranks.model.cluster import Member, Quorum
 
 _MASK = (1 << 64) - 1
-#: QuorumMember: attributes of a Member as fields 1, 2 ..., and what they are when they are left out
+#: QuorumMember: attributes of a Member as fields 1, 2 ..., with their defaults
 _MEMBER: dict[str, Any] = {
     "replica": "",
     "address": "",
@@ -26,7 +26,7 @@ _MEMBER: dict[str, Any] = {
 
 
 class BadMessage(ValueError):
-    """Bytes that are no message of this protocol."""
+    """These bytes are not a message of this protocol."""
 
 
 def decode_quorum_request(data: bytes) -> Member:
@@ -47,7 +47,7 @@ def _first_field(data: bytes, missing: str) -> bytes:
 
 
 def decode_member(data: bytes) -> Member:
-    """A field of another type than its attribute is passed over."""
+    """Ignores a field whose type differs from its attribute's."""
     values, names = dict(_MEMBER), tuple(_MEMBER)
     for number, value in fields(data):
         name = names[number - 1] if 0 < number <= len(names) else ""
@@ -76,7 +76,7 @@ def encode_member(member: Member) -> bytes:
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) of every field; lengths are checked."""
+    """(field number, value) of every field; checks lengths."""
     position = 0
     while position < len(data):
         key, position = _varint(data, position)
@@ -128,7 +128,7 @@ def _encode_varint(value: int) -> bytes:
 
 
 def _field(field: int, value: int | str) -> bytes:
-    """0 and "" are left out."""
+    """Empty for 0 and ""."""
     if not value:
         return b""
     if isinstance(value, str):

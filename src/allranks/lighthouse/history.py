@@ -1,7 +1,7 @@
 """The last 24 hours of a job as samples: every second, every 10 s, every minute. On the loop's thread.
 
-With a file it survives the lighthouse: a header (JSON: what the job says now) and three rings of fixed rows, 210 kB. Other
-lighthouses of this machine read the headers for their list of jobs.
+In a file it survives the lighthouse: a header (JSON: the job's current facts) and three rings of fixed rows, 210 kB.
+Other lighthouses on this machine read the headers for their list of jobs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 
-MAGIC = b"HISTORY-ALLRANKS-3\n"  # no black box, which the files beside it are
+MAGIC = b"HISTORY-ALLRANKS-3\n"  # the other files of the folder are black boxes
 HEAD_BYTES = 4096
 TIERS = ((1.0, 1800), (10.0, 1440), (60.0, 1440))  # (seconds, rows)
 FILE_NAME = "history"
@@ -47,11 +47,10 @@ _HIGHEST = (
     "step",
     "step_p99_s",
     "level",
-)  # of the samples in a longer one; of alive the lowest, else the mean
+)  # a longer sample has the highest; the lowest `alive`; else the mean
 
 
 def join(samples: Sequence[Sample]) -> Sample:
-    """One sample for several."""
     values = {}
     for name in (one.name for one in fields(Sample)):
         known = [value for value in (getattr(one, name) for one in samples) if not math.isnan(value)]
@@ -74,7 +73,7 @@ class History:
     _open: list[list[Sample]] = field(default_factory=lambda: [[] for _ in TIERS])
 
     def open(self) -> None:
-        """Takes over what the file holds; one of another form is begun anew. OSError when it cannot be written."""
+        """Continues the file's history; replaces a file of another format. OSError when it cannot be written."""
         if self.path is None:
             return
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -97,7 +96,7 @@ class History:
             self._data = bytearray(_SIZE)
 
     def note(self, sample: Sample) -> None:
-        """One more; those of a longer tier follow when its time is full."""
+        """Adds a sample; writes one of a longer tier when its interval is complete."""
         for tier, (seconds, _) in enumerate(TIERS):
             waiting = self._open[tier]
             if waiting and sample.at < waiting[0].at:
@@ -108,14 +107,14 @@ class History:
                 waiting.clear()
 
     def describe(self, facts: dict[str, object]) -> None:
-        """Writes what the job says now, for lists of jobs."""
+        """Writes the job's current facts, for lists of jobs."""
         text = json.dumps(facts).encode()[: HEAD_BYTES - len(MAGIC) - 1]
         self._data[len(MAGIC) : HEAD_BYTES] = text.ljust(HEAD_BYTES - len(MAGIC), b"\0")
 
     def since(self, begin: float, span_s: float) -> dict[str, list[float | None]]:
-        """Columns of the samples from `begin` on, in the shortest tier that reaches back so far; None: not known.
+        """Columns of the samples since `begin`, from the shortest tier that covers `span_s`; None: not known.
 
-        What a longer tier does not have yet comes from the shorter ones.
+        The newest samples, which a longer tier does not have yet, come from the shorter ones.
         """
         tier = next((i for i, (s, rows) in enumerate(TIERS) if s * rows >= span_s), len(TIERS) - 1)
         chosen: list[Sample] = []
@@ -141,7 +140,7 @@ def _offset(tier: int, index: int) -> int:
 
 
 def tidy(value: float) -> float | None:
-    """As short as a chart needs it."""
+    """Rounded for a chart; None for NaN."""
     if not math.isfinite(value):
         return None
     return float(f"{value:.6g}") if value < 1e6 else round(value, 1)
@@ -152,7 +151,7 @@ def row_of(sample: Sample) -> dict[str, float | None]:
 
 
 def read_jobs(folders: Sequence[Path]) -> list[dict[str, object]]:
-    """What the jobs of these folders say of themselves, by their history files."""
+    """The facts of the jobs in these folders, from their history files."""
     found = []
     for folder in folders:
         with contextlib.suppress(OSError, ValueError):

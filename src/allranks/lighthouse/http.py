@@ -1,10 +1,10 @@
-"""HTTP/1.1 on the lighthouse's own port, as little as its page, API and metrics need. On the loop's thread.
+"""HTTP/1.1 on the lighthouse's own port: only what its page, API and metrics need. On the loop's thread.
 
-Requests are bounded (head 16 KiB and 100 lines, body 64 KiB, 10 s to arrive); answers are whole or server-sent events.
-At most one request is handled every TURN_S, so members never wait for more than one. A connection gets its next answer after it
-has read the last ones. It never holds more than one answer and UNREAD_BYTES, and all connections together ALL_UNREAD_BYTES:
-beyond that the slowest reader is cut off. When all places are taken, the host that has most of them loses its oldest.
-Everything from outside stays text: routing and JSON are in `web.py`.
+Requests are bounded (head 16 KiB and 100 lines, body 64 KiB, 10 s to arrive); answers are complete or server-sent events.
+One request is handled every TURN_S, so members never wait for more than one. A connection gets its next answer after it
+has read the previous ones: it never holds more than one answer and UNREAD_BYTES. All connections together hold at most
+ALL_UNREAD_BYTES; beyond that the slowest reader is disconnected. When all slots are taken, the host with the most
+connections loses its oldest. Routing and JSON are in `web.py`.
 """
 
 from __future__ import annotations
@@ -37,24 +37,22 @@ ALL_UNREAD_BYTES = 16 << 20  # the status of a thousand replicas has half a mega
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """One request, decoded."""
-
     method: str
     path: str
     query: dict[str, str] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)  # lower-case names
     body: bytes = b""
-    private: bool = True  # nobody can listen on the way: TLS, or from this machine
+    private: bool = True  # sent over TLS, or from this machine
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer; `stream` instead of a body keeps the connection open for events."""
+    """A complete answer; `stream` instead of a body keeps the connection open for events."""
 
     status: int = 200
     body: bytes = b""
     kind: str = "application/json"
-    stream: Callable[[EventStream], Callable[[], None]] | None = None  # returns what ends it
+    stream: Callable[[EventStream], Callable[[], None]] | None = None  # returns "unsubscribe"
     headers: tuple[tuple[str, str], ...] = ()
     framed: bool = False  # our own page may show it in a frame
 
@@ -67,17 +65,13 @@ class EventStream:
         self._unread_since: float | None = None
 
     def send(self, data: bytes) -> None:
-        """One event, unless the last ones are unread (each tells everything); who never reads is cut off."""
+        """Sends one event unless earlier ones are unread (each is complete); aborts a connection that never reads."""
         transport = self._transport
         if transport.is_closing():
             return
         if transport.get_write_buffer_size() <= UNREAD_BYTES:
             self._unread_since = None
-            for part in (
-                b"data: ",
-                memoryview(data),
-                b"\n\n",
-            ):  # large, and the same for all: not copied for each
+            for part in (b"data: ", memoryview(data), b"\n\n"):  # large and shared: not copied per connection
                 transport.write(part)
             return
         now = asyncio.get_running_loop().time()
@@ -89,11 +83,11 @@ class EventStream:
 
 @dataclass
 class HttpSlots:
-    """The connections that are open, and their turns. One that comes when all places are taken has one all the same."""
+    """The open connections and their turns."""
 
     limit: int
     open: ConnectionSlots[HttpConnection] = field(init=False)
-    unread: dict[HttpConnection, int] = field(default_factory=dict)  # bytes of those who read slowly
+    unread: dict[HttpConnection, int] = field(default_factory=dict)  # bytes, of slow readers
     _turns: asyncio.Lock = field(default_factory=asyncio.Lock)
     _last_turn: float = 0.0
 
@@ -101,12 +95,12 @@ class HttpSlots:
         self.open = ConnectionSlots(self.limit)
 
     def take(self, connection: HttpConnection, host: str) -> None:
-        """Comes in; somebody of the host with most connections may have to go."""
+        """Adds a connection; if all slots are taken, aborts the oldest of the host that has the most."""
         if (surplus := self.open.add(connection, host)) is not None:
             surplus.abort()
 
     async def wait_for_turn(self, transport: asyncio.WriteTransport) -> None:
-        """Requests are handled one every TURN_S, in their order; a connection that is gone costs no time."""
+        """Waits so that one request is handled every TURN_S, in order; a closed connection takes no turn."""
         async with self._turns:
             now = asyncio.get_running_loop().time
             if not transport.is_closing() and (pause := self._last_turn + TURN_S - now()) > 0:
@@ -114,13 +108,13 @@ class HttpSlots:
             self._last_turn = now()
 
     def reads_slowly(self, connection: HttpConnection, size: int) -> None:
-        """So many bytes wait for it."""
+        """Records unread bytes; aborts the slowest readers beyond ALL_UNREAD_BYTES."""
         self.unread[connection] = size
         while len(self.unread) > 1 and sum(self.unread.values()) > ALL_UNREAD_BYTES:
             next(iter(self.unread)).abort()
 
     def free(self, connection: HttpConnection) -> None:
-        """Is gone, or will be in a moment."""
+        """Forgets a connection that is closed or about to be."""
         self.unread.pop(connection, None)
         self.open.remove(connection)
 
@@ -144,7 +138,7 @@ class HttpConnection(asyncio.StreamReaderProtocol):
         super().connection_made(transport)
 
     def abort(self) -> None:
-        """Ends it at once: its place is needed."""
+        """Ends the connection at once and frees its slot."""
         self._slots.free(self)
         self.transport.abort()
 
@@ -155,7 +149,7 @@ class HttpConnection(asyncio.StreamReaderProtocol):
 
     def eof_received(self) -> bool:
         super().eof_received()
-        return False  # nobody reads an answer
+        return False  # close: the client reads no answer
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -166,7 +160,7 @@ class HttpConnection(asyncio.StreamReaderProtocol):
         self._slots.unread.pop(self, None)
 
     async def answer_next(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answers one request, when it is our turn and the last answers are read; whether another may follow."""
+        """Answers one request, once the last answers are read and its turn has come; whether another may follow."""
         await writer.drain()
         try:
             head = await reader.readuntil(b"\r\n\r\n")
@@ -190,7 +184,7 @@ class HttpConnection(asyncio.StreamReaderProtocol):
         end_stream = answer.stream(EventStream(self.transport))
         try:
             while await reader.read(MAX_HEAD):
-                pass  # nothing more is expected from a listener
+                pass  # a subscriber sends nothing more
         finally:
             end_stream()
         return False
@@ -212,7 +206,7 @@ class HttpConnection(asyncio.StreamReaderProtocol):
             connection = "keep-alive" if keep else "close"
             lines += [f"Content-Length: {len(answer.body)}", f"Connection: {connection}"]
         head = "\r\n".join(lines).encode() + b"\r\n\r\n"
-        # in one piece: writelines() of Python 3.12.0 to 3.13.1 never pauses writing
+        # one write: writelines() of Python 3.12.0 to 3.13.1 never pauses writing
         self.transport.write(head if request.method == "HEAD" else head + answer.body)
         self._abort_after(IDLE_S)
         return keep
@@ -222,7 +216,7 @@ class HttpConnection(asyncio.StreamReaderProtocol):
         return self._send(HttpRequest("GET", "", headers={"connection": "close"}), Answer(status, body))
 
     def _abort_after(self, seconds: float | None) -> None:
-        """Ends the connection unless a request, or the room for its answer, comes in time."""
+        """Aborts the connection after this time without a complete request or read answer; None: never."""
         if self._timer is not None:
             self._timer.cancel()
         if seconds is not None:
@@ -235,13 +229,13 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         while await connection.answer_next(reader, writer):
             pass
     except (OSError, asyncio.IncompleteReadError):
-        pass  # gone, or aborted
+        pass  # closed or aborted
     finally:
         writer.close()
 
 
 def _is_private(transport: asyncio.Transport) -> bool:
-    """Whether nobody between the two sides can read what is sent."""
+    """Whether no third party can read the traffic."""
     if transport.get_extra_info("sslcontext") is not None:
         return True
     peer = transport.get_extra_info("peername")
@@ -255,7 +249,7 @@ def _parse_head(head: bytes) -> tuple[HttpRequest, int]:
     if len(lines) > MAX_LINES:
         raise ValueError(f"more than {MAX_LINES} headers")
     if not len(lines) == head.count(b"\r") == head.count(b"\n") or b"\0" in head:
-        raise ValueError("half an end of line: a proxy before us may read other headers than we do")
+        raise ValueError("a NUL, or a lone CR or LF: a proxy in front may read other headers")
     method, target, version = first.split(" ")
     if not version.startswith("HTTP/1."):
         raise ValueError("not HTTP/1")
@@ -265,7 +259,7 @@ def _parse_head(head: bytes) -> tuple[HttpRequest, int]:
         name, colon, value = line.partition(":")
         name = name.lower()
         if not colon or name != name.strip() or (name in _ONCE and name in headers):
-            raise ValueError("not a header, or one that was there already")
+            raise ValueError("not a header, or a duplicate")
         headers[name] = value.strip()
     length = headers.get("content-length", "0")
     if not length.isdigit() or "transfer-encoding" in headers:

@@ -1,12 +1,12 @@
-"""What client and lighthouse send each other besides notices: one small frozen dataclass per message, and its frame.
+"""The messages between client and lighthouse, one small frozen dataclass each, and their frames.
 
-A frame (channel/frames.py) has a kind for each type (KINDS), then JSON. It is read and written with msgspec where that is
-installed and with the standard library elsewhere (a rank need not have msgspec); both are checked against
-the same types. Fields may be added with a default; a field that changes its meaning raises PROTOCOL_VERSION.
+A frame (channel/frames.py) has a kind for each type (KINDS), then JSON. msgspec reads and writes it where installed, the
+standard library elsewhere (a rank need not have msgspec); both check the same types. New fields need a default; a field
+that changes its meaning needs a new PROTOCOL_VERSION.
 
-A connection starts with PREAMBLE, which no HTTP request starts with, so one port can serve both. The high
-bit of the kind says that the payload is deflated (large quorums: encoded and packed once, sent to all).
-Frames of notices (kinds from FIRST_NOTICE) start with their u64 id, for the acknowledgement.
+A connection starts with PREAMBLE, which no HTTP request starts with, so one port can serve both. The high bit of the
+kind marks a deflated payload (large quorums: encoded and packed once, sent to all). Frames of notices (kinds from
+FIRST_NOTICE) start with their u64 id, for the acknowledgement.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ try:
 except ImportError:  # a rank without it
     msgspec = None  # type: ignore[assignment]
 
-PURPOSE = "lighthouse"  # names the key that client and lighthouse prove to know
+PURPOSE = "lighthouse"  # of the key that client and lighthouse prove to each other
 
 
 @dataclass(frozen=True)
 class Hello:
-    """First message of a client, answered by a Challenge. `epoch` and `number` are of the last quorum it was in."""
+    """A client's first message, answered by a Challenge. `epoch`, `number` and `round` are of its last quorum."""
 
     nonce: str = ""  # hexadecimal, new for each connection
     version: int = PROTOCOL_VERSION
@@ -49,20 +49,20 @@ class Hello:
     number: int = 0
     round: int = 0
     pid: int = 0
-    proxy: bool = False  # a liveness proxy speaks, which says so (Died) when its rank is dead
-    probes: bool = False  # answers a Probe
+    proxy: bool = False  # sent by a liveness proxy, which reports its rank's death (Died)
+    probes: bool = False  # the client answers a Probe
 
 
 @dataclass(frozen=True)
 class Challenge:
-    """Answer to a Hello: prove that you know the job token."""
+    """Answer to a Hello: asks the client to prove that it knows the job token."""
 
     nonce: str
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Of the client over the server's nonce and its own Hello; then of the lighthouse, which welcomes it.
+    """The client's proof over the server's nonce and its own Hello; then the lighthouse's, before its Welcome.
     Hexadecimal (channel/keys.py: prove)."""
 
     proof: str
@@ -70,9 +70,9 @@ class Proof:
 
 @dataclass(frozen=True)
 class Beat:
-    """Alive. An empty payload means: as before."""
+    """A heartbeat. An empty payload means: as before."""
 
-    step: int = -1  # -1: not said
+    step: int = -1  # -1: not reported
     progress: int = -1
     idle_s: float = 0.0
     health: str = ""
@@ -81,33 +81,33 @@ class Beat:
 
 @dataclass(frozen=True)
 class Join:
-    """Asks for a quorum; answered by a Quorum, or a Refused. `known` is the last round that it has received."""
+    """Requests a quorum; answered by a Quorum or a Refused. `known` is the last round that the client received."""
 
     member: Member
     known: int = 0
-    unreached: tuple[str, ...] = ()  # sessions that it could not connect to
-    unserved: tuple[str, ...] = ()  # sessions that it reached, and whose claimed state it could not fetch
-    patience_s: float = 0.0  # it gives up after so long; 0: not said
+    unreached: tuple[str, ...] = ()  # sessions that the client could not connect to
+    unserved: tuple[str, ...] = ()  # sessions that it reached, but whose claimed state it could not fetch
+    patience_s: float = 0.0  # the client gives up after this; 0: not reported
 
 
 @dataclass(frozen=True)
 class Withdraw:
-    """Asks no more; answered by NoQuorumYet."""
+    """Withdraws a Join; answered by NoQuorumYet."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """Good-bye of the whole replica."""
+    """The whole replica shuts down cleanly."""
 
     reason: str = ""
-    finished: bool = False  # its training is over: it was not only told to go
+    finished: bool = False  # it completed its training
     term: int = 0  # of the group that committed its last step
     step: int = -1  # steps that its state has; -1: not known
 
 
 @dataclass(frozen=True)
 class Died:
-    """Said by the liveness proxy of a rank that is dead, or `stopped`: it does not train, but it holds its state."""
+    """A liveness proxy reports that its rank is dead, or `stopped`: then it does not train, but holds its state."""
 
     reason: str
     stopped: bool = False
@@ -130,8 +130,8 @@ class Probed:
 
 @dataclass(frozen=True)
 class NameLease:
-    """Liveness proxy to client only: until then (CLOCK_MONOTONIC, of the machine that both run on) no other process can
-    have this replica's name."""
+    """Liveness proxy to client only: until then (CLOCK_MONOTONIC of their common machine) no other process can have
+    this replica's name."""
 
     until: float
 
@@ -151,32 +151,30 @@ class Command:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The client is in. `recall`: please send the last quorum you were in (as a Quorum frame)."""
+    """The client is admitted. `recall` asks it for its last quorum (as a Quorum frame)."""
 
-    lighthouse: str  # its address, as it tells others
+    lighthouse: str  # its advertised address
     beat_s: float
     timeout_s: float
     epoch: int
     number: int
     recall: bool = False
     version: int = PROTOCOL_VERSION
-    lease_s: float = 0.0  # for this long after its last sign of life the name is nobody else's; 0: not known
+    lease_s: float = 0.0  # the client keeps its name for this long after it was last heard; 0: not known
 
 
 @dataclass(frozen=True)
 class Refused:
-    """No. code: token | version | moved | evicted | superseded | taken | waiting | claim | full | draining | garbage |
-    finished. "waiting": another process has the name and may be dead; asked again, the answer is known."""
+    """The lighthouse refuses. code: token | version | moved | evicted | superseded | taken | waiting | claim | full |
+    draining | garbage | finished. "waiting": another process has the name and may be dead; the client tries again."""
 
     code: str
     message: str
-    leader: str = ""  # moved: where to go
+    leader: str = ""  # moved: the leader's address
 
 
 @dataclass(frozen=True)
 class NoQuorumYet:
-    """Why there is no quorum yet."""
-
     reason: str
     missing: tuple[str, ...] = ()
 
@@ -221,7 +219,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Report:
-    """Client to liveness proxy only: what the next heartbeats should say."""
+    """Client to liveness proxy only: the content of the next heartbeats."""
 
     step: int = -1
     progress: int = -1
@@ -267,7 +265,7 @@ LEAVE = _KIND_OF[Leave]
 QUORUM = _KIND_OF[cluster.Quorum]
 PONG = _KIND_OF[Pong]
 PROBE, LEASE = _KIND_OF[cluster.Probe], _KIND_OF[NameLease]
-#: a member is gone: processes that hold sockets of its quorum shut them
+#: a member departed: processes that hold sockets of its quorum shut them down
 DEPARTURES = frozenset(_KIND_OF[kind] for kind in (cluster.MemberLost, cluster.MemberLeft, cluster.Evicted))
 EMPTY_BEAT = HEAD.pack(0, BEAT)
 

@@ -1,4 +1,4 @@
-"""The lighthouse's numbers for Prometheus. Written by hand: docs/decisions.md says what prometheus_client costs. Pure."""
+"""The lighthouse's metrics for Prometheus. Written by hand: see docs/decisions.md for the cost of prometheus_client. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from allranks.model.cluster import AGENT
 METRICS_KIND = "text/plain; version=0.0.4; charset=utf-8"
 #: name, type, help ("": none), and the samples: one value, or one for each set of labels
 Metric = tuple[str, str, str, float | Mapping[str, float]]
-#: Rank-seconds by what ranks did, from the ledger of this process' agent: for /metrics and the page of the job.
+#: Rank-seconds by what the ranks did, from the ledger of this process' agent: for /metrics and the job's page.
 SPENT: list[Callable[[], Mapping[str, float]]] = []
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def labels(**values: str) -> str:
-    """A set of labels as it is written between braces."""
+    """Labels as written between the braces."""
     return ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in values.items())
 
 
 def render(metrics: Iterable[Metric]) -> Iterator[str]:
-    """One line per sample, each metric with its help; names begin with `allranks_`."""
+    """One line per sample, after its metric's help and type; names begin with `allranks_`."""
     for name, kind, text, samples in metrics:
         if text:
             yield f"# HELP allranks_{name} {text}"
@@ -45,18 +45,14 @@ def render_metrics(status: Status) -> Iterator[str]:
 
 
 def spent_metrics() -> list[Metric]:
-    """Where the time of this node's ranks went; nothing without a ledger in this process."""
+    """Where the time of this node's ranks went; empty without a ledger in this process."""
     spent = SPENT[-1]() if SPENT else {}
     if not (total := sum(spent.values())):
         return []
     by_state = {labels(state=state): round(seconds, 3) for state, seconds in spent.items()}
+    ratio = round(spent.get("useful", 0.0) / total, 4)
     return [
-        (
-            "goodput_ratio",
-            "gauge",
-            "Share of the ranks' time that was useful training",
-            round(spent.get("useful", 0.0) / total, 4),
-        ),
+        ("goodput_ratio", "gauge", "Share of the ranks' time that was useful training", ratio),
         ("rank_seconds", "gauge", "Time of the ranks by what they did", by_state),
     ]
 
@@ -85,6 +81,7 @@ def _training(status: Status) -> list[Metric]:
     missing = max(0, training.replicas - training.members)
     states = {labels(state=state): float(int(training.state == state)) for state in ("good", "warn", "bad")}
     unusual = "Seconds without a step when that is unusually long, else 0"
+    colour = "The colour of the page: 1 for green (good), amber (warn) or red (bad)"
     tokens, mfu = (
         {"": value} if value is not None else {} for value in (training.tokens_per_s, training.mfu)
     )
@@ -94,13 +91,8 @@ def _training(status: Status) -> list[Metric]:
         ("tokens_per_second", "gauge", "Tokens per second of all ranks, when scripts give them", tokens),
         ("mfu_ratio", "gauge", "Share of the GPUs' dense bf16 peak that is used, when it is known", mfu),
         ("stalled_seconds", "gauge", unusual, training.stalled_s),
-        ("replicas_missing", "gauge", "Replicas that were lost or evicted and are not back", missing),
-        (
-            "training",
-            "gauge",
-            "The colour of the page: 1 for green (good), amber (warn) or red (bad)",
-            states,
-        ),
+        ("replicas_missing", "gauge", "Replicas that were lost or evicted and have not returned", missing),
+        ("training", "gauge", colour, states),
     ]
 
 

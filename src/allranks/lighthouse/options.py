@@ -1,4 +1,4 @@
-"""What can be set on a lighthouse. Frozen; relations between values are checked when they are made."""
+"""The lighthouse's options. Frozen; relations between values are checked at construction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from allranks.model.options import check_options, option
 
 
 def _time(default: float, help: str, **bounds: Any) -> Any:
-    """A time in seconds that the command line takes in milliseconds, as torchft's lighthouse does."""
+    """A time in seconds, given in milliseconds on the command line, as with torchft's lighthouse."""
     return option(default, help, unit="s", ms=True, group="quorum", **(bounds or {"at_least": 0}))
 
 
@@ -85,20 +85,19 @@ class Options:
 
     @property
     def beat_s(self) -> float:
-        """How often replicas beat, resolved."""
+        """The interval of heartbeats, resolved."""
         return self.heartbeat_s or min(1.0, self.heartbeat_timeout_s / 5)
 
     @property
     def return_s(self) -> float:
-        """How long members of a quorum that was taken over have to come back: a client asks a silent lighthouse
-        for a sign of life after half a timeout, gives it up after another whole one, both to within a beat, and
-        pauses between attempts."""
+        """How long members of an adopted quorum have to reconnect: a client pings a silent lighthouse after half a
+        timeout, gives it up after another whole one, both to within a beat, and pauses between attempts."""
         return 1.5 * self.heartbeat_timeout_s + 2 * self.beat_s + 2.0
 
     @property
     def lease_s(self) -> float:
         """How long after its last contact a member may still commit: less than presume_dead_s, after which another process
-        can have its name, by the time that a broken connection may look alive."""
+        can get its name, because a broken connection may seem alive for heartbeat_timeout_s."""
         return max(self.presume_dead_s - self.heartbeat_timeout_s, self.heartbeat_timeout_s)
 
     def allows(self, size: int) -> bool:
@@ -117,7 +116,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where the lighthouse listens, whom it lets in, and what it bears."""
+    """Where the lighthouse listens, which clients it admits, and its limits."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(0, "0: any free one", at_least=0, at_most=65535)

@@ -1,6 +1,6 @@
-"""Forms quorums: asks the pure core, keeps the outcome safe (etcd), announces it. On the loop's thread.
+"""Forms quorums: runs the pure decision, saves the outcome (in etcd), announces it. On the loop's thread.
 
-A number is announced only after it is kept. While something is being kept no other decision is made.
+A number is announced only after it is saved. No other decision is made while a save is in progress.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from allranks.lighthouse.options import Options
 from allranks.lighthouse.sessions import EventLog, Sessions
 from allranks.lighthouse.state import QuorumState
 from allranks.lighthouse.status import PersistedState
-from allranks.model.cluster import Member, Probe, Quorum, QuorumFormed, QuorumWanted, addresses_of
+from allranks.model.cluster import Probe, Quorum, QuorumFormed, QuorumWanted, addresses_of
 
 log = logging.getLogger("allranks.lighthouse")
 
-_NAMED = 8  # members told of a newcomer learn its address, if there are not more of them
-_LASTING_S = 1.0  # a wait this long is worth a line in the log
-_TOGETHER_S = 0.05  # members that lose one of them ask again within moments: no need to tell them to
+_NAMED = 8  # newcomers whose addresses are sent to the members
+_LASTING_S = 1.0  # a wait this long is logged
+_TOGETHER_S = 0.05  # after a loss members join again within moments, without a notice
 
-#: Keeps it safe. Raises when that fails or this lighthouse does not lead.
+#: Saves the state. Raises when that fails or this lighthouse does not lead.
 Keep = Callable[[PersistedState], Awaitable[None]]
 
 
@@ -50,7 +50,7 @@ class Timers(Protocol):
 
 @dataclass
 class QuorumCoordinator:
-    """See the module. `soon()` asks for a decision; all that arrives in one round of the loop shares it."""
+    """See the module. `soon()` schedules one decision for all requests of this round of the loop."""
 
     options: Options
     timers: Timers
@@ -65,9 +65,9 @@ class QuorumCoordinator:
     reason: str = "no quorum yet"
     waiting: str = ""
     _rule: str = "nobody"
-    _told: tuple[str, int] = ("", -1)
-    _wanted: tuple[int, str] = (-1, "")  # round and reason for which members were called last
-    _hurried: int = -1  # the quorum whose members were told, or are about to be, that its group is given up
+    _logged: tuple[str, int] = ("", -1)
+    _wanted: tuple[int, str] = (-1, "")  # round and reason of the last notice that a replica waits to join
+    _broken: int = -1  # the quorum whose members are, or will be, notified that its group was left
     _planned: bool = False
     _timer: asyncio.TimerHandle | None = None
     _saving: asyncio.Task[None] | None = None
@@ -76,27 +76,27 @@ class QuorumCoordinator:
     _after: list[Callable[[], None]] = field(default_factory=list)
 
     def reset(self, state: QuorumState, active: bool, keep: Keep | None) -> None:
-        """Begins anew: this lighthouse was elected, or deposed."""
+        """Starts over: this lighthouse was elected, or deposed."""
         self.close()
         self.state, self.active, self.keep = state, active, keep
         self.reason, self.waiting, self._rule = "no quorum yet", "", "nobody"
         self._kept = self._to_keep(None)
 
     def close(self) -> None:
-        """Stops timers and whatever is being kept."""
+        """Stops the timer and a save in progress."""
         self._plan(None)
         if self._saving is not None:
             self._saving.cancel()
             self._saving = None
 
     def soon(self) -> None:
-        """A decision at the end of this round of the loop."""
+        """Schedules a decision at the end of this round of the loop."""
         if not self._planned:
             self._planned = True
             self.timers.call_soon(self._settle)
 
     def after_kept(self, callback: Callable[[], None]) -> None:
-        """Calls back when evictions and endings as they are now are safe: at once without etcd."""
+        """Calls back once the current evictions and finished members are saved; at once without etcd."""
         if self.keep is None:
             callback()
         else:
@@ -104,11 +104,9 @@ class QuorumCoordinator:
             self.soon()
 
     def wait_reason(self) -> tuple[str, tuple[str, ...]]:
-        """Why there is no quorum just now, and who is waited for."""
+        """Why there is no quorum now, and the replicas waited for."""
         decision, reason = decide(self.now(), self.state, self.options)
         return reason, decision.missing if isinstance(decision, Wait) else ()
-
-    # ---- inside -----------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         self._planned = False
@@ -142,20 +140,20 @@ class QuorumCoordinator:
         return PersistedState(state.epoch, number, new or state.last, dict(state.evicted), finished)
 
     def _changed(self) -> bool:
-        """Whether something was said since the last save that must survive and comes with no new quorum."""
+        """Whether evictions or finished members have changed since the last save."""
         return self._kept.evicted != self.state.evicted or set(self._kept.finished) != self.state.finishers
 
     def _save(self, quorum: Quorum | None) -> None:
         self._saving = asyncio.ensure_future(self._keep_then_announce(quorum))
 
     async def _keep_then_announce(self, new: Quorum | None) -> None:
-        """A member that was lost while the quorum was being kept makes it void; its number is used up."""
+        """A member lost during the save makes the quorum void; its number is used up."""
         assert self.keep is not None
         state, kept = self.state, self._to_keep(new)
         try:
             await self.keep(kept)
         except (OSError, AllranksError) as error:
-            log.error("could not keep quorum %d: %s", kept.number, error)
+            log.error("could not save quorum %d: %s", kept.number, error)
             self._saving = None
             self.timers.call_later(max(self.options.quorum_tick_s, 0.05), self.soon)
             return
@@ -168,7 +166,7 @@ class QuorumCoordinator:
         self.soon()
 
     def _announce(self, quorum: Quorum) -> None:
-        """Tells the members, encoded once for all."""
+        """Sends the quorum to its members, encoded once for all."""
         last, before = self.state.last, self.state.members
         new = last is None or quorum.number != last.number
         if new and self.on_new is not None:
@@ -189,38 +187,38 @@ class QuorumCoordinator:
             )
         self.event_log.flush()
         if self._left_out:
-            self.soon()  # they are to be proved reachable
+            self.soon()  # to probe them
         now = self.now()
         self._plan(self.state.next_change(now) if self.state.asking else None, now)
 
     def _wait(self, decision: Wait, reason: str, now: float) -> None:
         self.waiting = "" if decision.rule == "nobody" else reason
         if decision.rule != self._rule and self.waiting:
-            self.timers.call_later(_LASTING_S, self._tell_waiting, decision.rule, self.state.round)
+            self.timers.call_later(_LASTING_S, self._log_wait, decision.rule, self.state.round)
         self._rule = decision.rule
-        self._turn_away(decision.refused, reason)
+        self._refuse_late(decision.refused, reason)
         self._probe_newcomers(now)
         self._call_members(now)
         self._plan(decision.until, now)
 
-    def _turn_away(self, names: tuple[str, ...], reason: str) -> None:
-        """The training is finished: these replicas learn it instead of a quorum."""
+    def _refuse_late(self, names: tuple[str, ...], reason: str) -> None:
+        """Answers these replicas that the training has finished."""
         refused = Refused("finished", reason)
         for name in names:
             self.state.withdraw(name)
             for session in self.sessions.of(name):
                 session.asking = None
                 session.tell(refused, encode(refused))
-            self.event_log.event("refused", f"{name} came too late: the training is finished", name)
+            self.event_log.event("refused", f"{name} joined too late: the training has finished", name)
 
-    def _tell_waiting(self, rule: str, round_: int) -> None:
-        """A wait is logged when it lasts, once per rule: not at every step, nor for each replica that comes."""
-        if self._rule == rule and self.state.round == round_ and self._told != (rule, round_):
-            self._told = (rule, round_)
+    def _log_wait(self, rule: str, round_: int) -> None:
+        """Logs a wait that lasts, once per rule and round."""
+        if self._rule == rule and self.state.round == round_ and self._logged != (rule, round_):
+            self._logged = (rule, round_)
             self.event_log.event("waiting", f"no quorum yet: {self.waiting}")
 
     def _probe_newcomers(self, now: float) -> None:
-        """Lets members and newcomers reach each other, beside the training, before anybody stops for a newcomer."""
+        """Asks members and newcomers to connect to each other, before any member stops training for a newcomer."""
         state, reach = self.state, self.state.reach
         members = find_provers(state) if state.has_newcomers else []
         if not members:
@@ -239,37 +237,35 @@ class QuorumCoordinator:
         self.event_log.flush()
 
     def _call_members(self, now: float) -> None:
-        """Tells training members, once per newcomer, that somebody waits for them."""
+        """Notifies training members of waiting newcomers, once each, and of a group that others have left."""
         reason = find_wanted(now, self.state, self.options)
         if not reason:
-            self._wanted = (-1, "")  # who comes next, perhaps under the same name, is another newcomer
+            self._wanted = (-1, "")  # the next one is another newcomer, even under the same name
         elif (self.state.round, reason) != self._wanted:
             self._wanted = (self.state.round, reason)
-            wanted = QuorumWanted(reason, self.state.number, waiting=self._waiting_members(now))
+            joining = find_joining(now, self.state)
+            # members prepare a group for a few only
+            waiting = tuple(joining) if len(joining) <= _NAMED else ()
+            wanted = QuorumWanted(reason, self.state.number, waiting=waiting)
             self.event_log.notify(wanted, self.state.continuing_not_asking)
             self.event_log.flush()
-        if self._hurried != self.state.number and find_broken(self.state):
-            self._hurried = self.state.number
-            self.timers.call_later(_TOGETHER_S, self._hurry, self.state, self.state.number)
+        if self._broken != self.state.number and find_broken(self.state):
+            self._broken = self.state.number
+            self.timers.call_later(_TOGETHER_S, self._notify_broken, self.state, self.state.number)
 
-    def _waiting_members(self, now: float) -> tuple[Member, ...]:
-        """Who may join; () for so many that nobody would prepare anything for them."""
-        joining = find_joining(now, self.state)
-        return tuple(joining) if len(joining) <= _NAMED else ()
-
-    def _hurry(self, state: QuorumState, number: int) -> None:
-        """Tells members that still wait in a group, or for one, that another has given it up."""
+    def _notify_broken(self, state: QuorumState, number: int) -> None:
+        """Notifies members that still wait in a group, or for one, that another member has left it."""
         if state is not self.state or number != state.number:
             return
         reason = find_broken(state)
         if not reason:
-            self._hurried = -1
+            self._broken = -1
             return
         self.event_log.notify(QuorumWanted(reason, number, broken=True), state.continuing_not_asking)
         self.event_log.flush()
 
     def _plan(self, until: float | None, now: float | None = None) -> None:
-        """One timer for the next moment at which time alone changes a decision."""
+        """Sets the one timer for the next moment at which time alone changes a decision."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,7 +1,8 @@
-"""What agents report of their ranks, put together for the page: cells, nodes, step times, one rank in detail. And which
-nodes should compare the calls of their ranks: two whose hashes of the same calls differ, or all when every rank waits.
+"""Agents' reports of their ranks, combined for the page: cells, nodes, step times, one rank in detail. Also decides
+which nodes compare the calls of their ranks: two whose hashes of the same calls differ, or all when every rank waits.
 
-A difference is a reason to look, not a finding: a program may call from another line on one rank. On the loop's thread; no sockets.
+A difference is a reason to compare, not a finding: one rank may make the same call from another line of the program.
+On the loop's thread; no sockets.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import TypeVar
 from allranks.model.cluster import DOING, NodeAnswer, NodeReport
 from allranks.model.job_state import StepWork
 
-STILL_S = 1.2  # that all ranks must wait at least
-MAX_ASKED = 64  # agents; with more of them only those that differ are asked,
-SOME = 8  # and a few others: most of them show what is usual
-KEPT, MAX_GROUPS = 64, 4096  # windows of a group; groups, of all attempts
-FIRST_S, LAST_S = 10.0, 600.0  # between two looks at a group whose hashes differ
+STILL_S = 1.2  # all ranks must wait at least this long
+MAX_ASKED = 64  # agents; with more, only those that differ are asked,
+SOME = 8  # and a few others, most of which show the usual calls
+KEPT, MAX_GROUPS = 64, 4096  # windows per group; groups of all attempts
+FIRST_S, LAST_S = 10.0, 600.0  # between two comparisons of a group whose hashes differ
 
 
 @dataclass
 class _Known:
-    """One group's hashes, and who told them first."""
+    """One group's hashes, each with the agent that reported it first."""
 
     windows: dict[int, tuple[int, str]] = field(default_factory=dict)
     next_s: float = 0.0
@@ -32,15 +33,15 @@ class _Known:
 
 @dataclass
 class Differences:
-    """`find` is asked with every report."""
+    """`find` is called with every report."""
 
     _groups: dict[str, _Known] = field(default_factory=dict)
-    _moved_s: float = 0.0  # when a rank was last seen to move
-    _still: bool = False  # all have waited since
-    _awake: set[str] = field(default_factory=set)  # agents with a rank that does not wait
-    _longest_s: float = 0.0  # that all waited, and went on
-    _looks: int = 0  # at the present wait
-    _next_s: float = 0.0  # when the next node may look whose own ranks differ
+    _moved_s: float = 0.0  # when a rank last moved
+    _still: bool = False  # all ranks have waited since then
+    _awake: set[str] = field(default_factory=set)  # agents with a rank that is not waiting
+    _longest_s: float = 0.0  # longest wait of all ranks that ended
+    _compared: int = 0  # comparisons during the present wait
+    _next_s: float = 0.0  # when the next node whose own ranks differ may compare them
 
     def find(
         self, now_s: float, report: NodeReport, before: NodeReport | None, reports: Mapping[str, NodeReport]
@@ -48,7 +49,7 @@ class Differences:
         """The agents with which the reporter should compare calls, itself if it is the only one; () when nothing differs."""
         if report.differs and now_s >= self._next_s:  # one node: many may see the same
             chosen = _others(report, reports)[:SOME] or [report.agent] * (len(reports) == 1)
-            self._next_s = now_s + FIRST_S if chosen else 0.0  # ranks of other nodes are about to start
+            self._next_s = now_s + FIRST_S if chosen else 0.0  # 0: ranks of other nodes are about to start
             return tuple(chosen)
         if len(reports) < 2:
             return ()
@@ -60,14 +61,14 @@ class Differences:
         return found if waits else found[: max(len(differs), SOME)]
 
     def _differs(self, now_s: float, key: str, report: NodeReport) -> str:
-        """The agent that told another hash of the same calls; "" when there is none, or they were looked at lately."""
+        """The agent that reported another hash of the same calls; "" for none, or if the group was compared recently."""
         if key not in self._groups and len(self._groups) >= MAX_GROUPS:
             del self._groups[next(iter(self._groups))]
         known = self._groups.setdefault(key, _Known())
         found = ""
         for window, value in report.windows[key].items():
-            told, agent = known.windows.setdefault(window, (value, report.agent))
-            found = agent if told != value and agent != report.agent else found
+            first, agent = known.windows.setdefault(window, (value, report.agent))
+            found = agent if first != value and agent != report.agent else found
         for window in sorted(known.windows)[:-KEPT]:
             del known.windows[window]
         if not found or now_s < known.next_s:
@@ -78,7 +79,7 @@ class Differences:
     def _wait(
         self, now_s: float, before: NodeReport | None, report: NodeReport, reports: Mapping[str, NodeReport]
     ) -> bool:
-        """Whether all ranks have waited in calls for longer than ever before, and it is time to look (again)."""
+        """Whether all ranks have waited in calls for longer than ever before, and a comparison is due."""
         moved = before is None or before.calls != report.calls
         if report.doing.strip("w"):
             self._awake.add(report.agent)
@@ -87,12 +88,12 @@ class Differences:
         if moved or self._awake & reports.keys():
             if self._still:
                 self._longest_s = max(self._longest_s, now_s - self._moved_s)
-            self._moved_s, self._still, self._looks = now_s, False, 0
+            self._moved_s, self._still, self._compared = now_s, False, 0
             return False
         self._still = True
-        if now_s - self._moved_s < max(STILL_S, self._longest_s) * 2**self._looks:
+        if now_s - self._moved_s < max(STILL_S, self._longest_s) * 2**self._compared:
             return False
-        self._looks += 1
+        self._compared += 1
         return True
 
 
@@ -102,18 +103,8 @@ def _others(report: NodeReport, reports: Mapping[str, NodeReport]) -> list[str]:
 
 T = TypeVar("T")
 MAX_RANK = 1_000_000
-_SHOWN = (
-    "node",
-    "ranks",
-    "names",
-    "gpus",
-    "pids",
-    "doing",
-    "steps",
-    "calls",
-    "places",
-)  # of a node, on the page
-AGENTS_PER_S = 200  # reports that are worth their CPU; with more nodes each reports less often
+_SHOWN = ("node", "ranks", "names", "gpus", "pids", "doing", "steps", "calls", "places")  # on the page
+AGENTS_PER_S = 200  # reports; with more nodes each reports less often
 
 
 @dataclass
@@ -126,7 +117,7 @@ class RankTable:
     _differences: Differences = field(default_factory=Differences)
 
     def note(self, report: NodeReport, now: float) -> NodeAnswer:
-        """Keeps a report; what is wanted next."""
+        """Keeps a report; returns what the lighthouse wants next."""
         size = len(report.ranks)
         if any(rank < 0 or rank > MAX_RANK for rank in report.ranks) or len(report.doing) != size:
             report = replace(report, ranks=(), doing="")
@@ -139,7 +130,7 @@ class RankTable:
         return NodeAnswer(every_s, self._differences.find(now, report, before, self.reports))
 
     def drop(self, agent: str, lost: bool) -> None:
-        """An agent is gone; with `lost` its ranks are dead."""
+        """An agent is gone; `lost`: its ranks are dead."""
         report = self.reports.get(agent)
         if report is None:
             return
@@ -150,7 +141,7 @@ class RankTable:
             del self.reports[agent], self.heard[agent]
 
     def cells(self) -> str:
-        """One letter for each rank from 0 on."""
+        """One letter per rank, starting with rank 0."""
         size = 1 + max((rank for report in self.reports.values() for rank in report.ranks), default=-1)
         found = ["."] * size
         for report in self.reports.values():
@@ -159,14 +150,13 @@ class RankTable:
         return "".join(found)
 
     def step_times(self) -> tuple[float, float] | None:
-        """(median, 99th percentile) over the ranks that made a step since their last report."""
+        """(median, 99th percentile) of the ranks that made a step since their last report."""
         times = sorted(s for report in self.reports.values() for s in report.step_s if s > 0)
         if not times:
             return None
         return times[len(times) // 2], times[min(len(times) - 1, int(0.99 * len(times)))]
 
     def loss(self) -> float | None:
-        """Of the lowest rank that gives one."""
         reports = (one for one in self.reports.values() if one.loss and one.ranks)
         return min(((one.ranks[0], one.loss[0]) for one in reports), default=(0, None))[1]
 
@@ -188,7 +178,7 @@ class RankTable:
         return {"version": self.version, "nodes": rows, "groups": groups}
 
     def detail(self, rank: int, evidence: Iterable[tuple[str, str]]) -> dict[str, object] | None:
-        """One rank: the newest report, and what the newest evidence (incident, JSON) holds of it; None: not known."""
+        """One rank: its newest report, and its entry in the newest evidence (incident, JSON); None: unknown rank."""
         report = next((one for one in self.reports.values() if rank in one.ranks), None)
         shown = _evidence_of(rank, evidence)
         if report is None:

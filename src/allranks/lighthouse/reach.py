@@ -1,8 +1,8 @@
-"""Who can talk to whom. Pure: no clock, no sockets.
+"""Which replicas can connect to each other. Pure: no clock, no sockets.
 
-Members report whom they could not reach, and which claims could not be served. A pair that failed stays apart for a
-back-off that doubles with each failure. A replica that is not a member yet is proved reachable before it may join
-members that train: each of them connects to it, and it connects to each of them (client/link.py). Keys are sessions.
+Members report the replicas that they could not reach, and claimed states that they could not fetch. A failed pair
+stays apart for a back-off that doubles with each failure. A newcomer must be proved reachable before it joins training
+members: each of them connects to it, and it connects to each of them (client/link.py). Keys are sessions.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 2.0, 60.0
-FORGET_S = 60.0  # a pair that has worked for so long begins with the first back-off again
-MAX_PAIRS = 20_000  # that are remembered
-_BRANCHES = 2000  # of the exact search; beyond it the rest is decided greedily
+FORGET_S = 60.0  # a pair that has worked this long starts with the first back-off again
+MAX_PAIRS = 20_000
+_BRANCHES = 2000  # of the exact search; the rest is decided greedily
 
 Pair = tuple[str, str]  # sessions, sorted
 Worth = tuple[int, int, tuple[int, ...]]  # of a set of sessions, to compare sets
@@ -33,21 +33,21 @@ class Apart:
 
 @dataclass
 class Reach:
-    """Facts about pairs of sessions. Change it only by its methods."""
+    """What is known of pairs of sessions. Change it only by its methods."""
 
     apart: dict[Pair, Apart] = field(default_factory=dict)
-    proved: dict[str, set[str]] = field(default_factory=dict)  # session -> those with which it was proved
+    proved: dict[str, set[str]] = field(default_factory=dict)  # session -> sessions that have connected to it
     unserved: set[str] = field(default_factory=set)  # sessions whose claimed state could not be fetched
-    probing: dict[str, set[str]] = field(default_factory=dict)  # session -> those asked to reach it
+    probing: dict[str, set[str]] = field(default_factory=dict)  # session -> sessions asked to connect to it
 
     def report(self, now: float, by: str, others: Iterable[str]) -> None:
-        """`by` could not reach these."""
+        """`by` could not connect to these."""
         for other in others:
             if other == by:
                 continue
             pair = pair_of(by, other)
             before = self.apart.pop(pair, None)
-            if before is not None and before.until > now:  # the other side of the same failure
+            if before is not None and before.until > now:  # the same failure, seen from the other side
                 self.apart[pair] = before
             else:
                 tries = 1 + (before.tries if before and now < before.until + FORGET_S else 0)
@@ -63,7 +63,7 @@ class Reach:
         self.probing.get(other, set()).discard(by)
 
     def discredit(self, sessions: Iterable[str]) -> None:
-        """The state that these claim could not be fetched: it does not count when sets are compared."""
+        """The states that these claim to hold could not be fetched: they do not count when sets are compared."""
         self.unserved.update(sessions)
 
     def is_proved(self, newcomer: str, members: Collection[str]) -> bool:
@@ -76,13 +76,13 @@ class Reach:
         return found is not None and found.until > now
 
     def apart_from(self, now: float, session: str, others: Collection[str]) -> list[str]:
-        """Those of `others` with which it cannot talk just now."""
+        """Those of `others` that it cannot connect to now."""
         if not self.apart:
             return []
         return [other for other in others if other != session and self.are_apart(now, session, other)]
 
     def pairs(self, now: float, sessions: Collection[str]) -> dict[str, set[str]]:
-        """Of these: session -> those it is apart from."""
+        """Session -> those of `sessions` that it is apart from."""
         found: dict[str, set[str]] = {}
         for (one, other), entry in self.apart.items():
             if entry.until > now and one in sessions and other in sessions:
@@ -91,18 +91,17 @@ class Reach:
         return found
 
     def begin_probe(self, session: str, others: Iterable[str]) -> list[str]:
-        """Those of `others` that are to reach `session` and were not asked yet; they are from now on."""
+        """Those of `others` that must still be asked to connect to `session`; marks them as asked."""
         asked, proved = self.probing.setdefault(session, set()), self.proved.get(session, set())
         found = [other for other in others if other not in asked and other not in proved]
         asked.update(found)
         return found
 
     def forget(self, session: str) -> None:
-        """This process is gone."""
         self.unserved.discard(session)
-        for book in (self.proved, self.probing):
-            book.pop(session, None)
-            for others in book.values():
+        for table in (self.proved, self.probing):
+            table.pop(session, None)
+            for others in table.values():
                 others.discard(session)
         for pair in [pair for pair in self.apart if session in pair]:
             del self.apart[pair]
@@ -112,18 +111,18 @@ class Reach:
         return min((found.until for found in self.apart.values() if found.until > now), default=None)
 
     def _unprove(self, one: str, other: str) -> None:
-        for book in (self.proved, self.probing):
-            book.get(one, set()).discard(other)
-            book.get(other, set()).discard(one)
+        for table in (self.proved, self.probing):
+            table.get(one, set()).discard(other)
+            table.get(other, set()).discard(one)
 
 
 def largest_set(
     sessions: Collection[str], apart: Mapping[str, set[str]], worth: Callable[[Collection[str]], Worth]
 ) -> frozenset[str]:
-    """The largest set in which nobody is apart from another; of equally large ones that of the highest `worth`.
+    """The largest set in which no two are apart; of equally large sets the one with the highest `worth`.
 
-    `apart`: session -> those it is apart from. Exact while few pairs are apart, which is all that happens; the search
-    is bounded and falls back to dropping the one with most failed pairs.
+    `apart`: session -> those it is apart from. Exact while few pairs are apart, as is usual; the search is bounded and
+    falls back to dropping the session with the most failed pairs.
     """
     free = frozenset(sessions) - apart.keys()
     best: frozenset[str] | None = None
@@ -136,7 +135,7 @@ def largest_set(
             continue
         seen.add(left)
         conflicts = {one: apart[one] & left for one in left}
-        # the same one wherever the search begins: the busiest, then by name
+        # deterministic: the session with the most conflicts, then the first by name
         worst = max(sorted(left), key=lambda one: len(conflicts[one]), default="")
         if not worst or not conflicts[worst]:
             found = free | left

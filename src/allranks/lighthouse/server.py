@@ -1,11 +1,10 @@
-"""A lighthouse that listens: startup, main loop, shutdown. Its own process (`allranks lighthouse`), or a
-thread of any process:
+"""The lighthouse's server: startup, main loop, shutdown. Runs as a process (`allranks lighthouse`), or in a thread:
 
     with Lighthouse(Options(min_replicas=2)) as lighthouse:
         print(lighthouse.address, lighthouse.status().reason)
 
-With TLS a handshake counts as unauthenticated from its first packet: asyncio's own TLS server would let silent connections take
-every descriptor before anybody has counted them.
+With TLS a handshake counts as unauthenticated from its first packet: asyncio's own TLS server would let silent
+connections use up all descriptors before they are counted.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
 
 
 def explain_listen(error: BaseException, address: str) -> tuple[str, str]:
-    """Why a lighthouse cannot listen there, and the way out."""
+    """Why a lighthouse cannot listen there, and a hint."""
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE:
         port = address.rpartition(":")[2]
         hint = (
-            f"`ss -ltnp 'sport = :{port}'` names it. --bind {address.rpartition(':')[0]}:0 takes a free port."
+            f"`ss -ltnp 'sport = :{port}'` shows it. --bind {address.rpartition(':')[0]}:0 takes a free port."
         )
         return f"cannot listen on {address}: another process uses this port", hint
     why = os.strerror(number) if isinstance(number, int) and number > 0 else str(error)
@@ -71,7 +70,7 @@ def explain_listen(error: BaseException, address: str) -> tuple[str, str]:
 
 
 class Handshake(asyncio.Protocol):
-    """An accepted connection until TLS is agreed; its socket then becomes a Connection."""
+    """An accepted connection during its TLS handshake; its socket then becomes a Connection."""
 
     def __init__(self, listener: Listener, context: ssl.SSLContext) -> None:
         self._listener, self._context = listener, context
@@ -79,7 +78,7 @@ class Handshake(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Takes the socket over before anything is read from it."""
+        """Takes the socket over before any byte is read from it."""
         try:
             self._socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
         except OSError as error:  # no descriptor is free
@@ -88,22 +87,22 @@ class Handshake(asyncio.Protocol):
         finally:
             cast(asyncio.Transport, transport).abort()
         self._listener.let_in(self, transport.get_extra_info("peername"))
-        self._task = asyncio.get_running_loop().create_task(self._agree(self._socket))
+        self._task = asyncio.get_running_loop().create_task(self._handshake(self._socket))
 
     def refuse_quietly(self, why: str) -> None:
-        """Drops the connection; the handshake fails by it."""
+        """Drops the connection, so that the handshake fails."""
         self._listener.unauthenticated.remove(self)
         self._listener.throttle.warn(why, "a TLS handshake: %s: closed", why)
         if self._socket is not None:
             cut(self._socket)
 
-    async def _agree(self, sock: socket.socket) -> None:
+    async def _handshake(self, sock: socket.socket) -> None:
         limit = self._listener.options.hello_timeout_s
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: Connection(self._listener), sock, ssl=self._context, ssl_handshake_timeout=limit
             )
-        except OSError as error:  # not TLS, no right certificate, or gone
+        except OSError as error:  # not TLS, a wrong certificate, or a closed connection
             self._listener.throttle.warn("tls", "no TLS: %s", error)
         finally:
             self._listener.unauthenticated.remove(self)
@@ -111,7 +110,7 @@ class Handshake(asyncio.Protocol):
 
 log = logging.getLogger("allranks.lighthouse")
 
-#: Another protocol (gRPC): entered once the lighthouse listens, left before it drains.
+#: Another protocol (gRPC): entered once the lighthouse listens, exited before it drains.
 OtherProtocol = Callable[[Listener], AbstractAsyncContextManager[None]]
 T = TypeVar("T")
 
@@ -130,7 +129,7 @@ class Lighthouse:
     ) -> None:
         self.options = options or Options()
         self.server = server or ServerOptions()
-        self.allow_hosts = tuple(allow_hosts)  # names under which the page may be asked for, besides its own
+        self.allow_hosts = tuple(allow_hosts)  # further host names under which the page is served
         self.protocols = tuple(protocols)
         self.etcd = etcd
         self.address = ""  # known once it listens
@@ -159,7 +158,7 @@ class Lighthouse:
         """Drains and stops. May be called twice."""
         loop, stop, thread = self._loop, self._stop, self._thread
         if loop is not None and stop is not None and not loop.is_closed():
-            with suppress(RuntimeError):  # it ended by itself just now
+            with suppress(RuntimeError):  # the loop has just ended by itself
                 loop.call_soon_threadsafe(stop.set)
         if thread is not None:
             thread.join(timeout_s)
@@ -181,7 +180,6 @@ class Lighthouse:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout_s)
 
     def status(self) -> Status:
-        """A snapshot, from any thread."""
         return self.call(take_snapshot)
 
     def _run(self) -> None:
@@ -201,10 +199,10 @@ class Lighthouse:
         finally:
             self._ready.set()
 
-    # ---- the life of a server ---------------------------------------------------------------------------
+    # ---- on the loop ------------------------------------------------------------------------------------
 
     async def serve(self, stop: asyncio.Event, listening: Callable[[], None] | None = None) -> None:
-        """Startup, main loop, shutdown. Ends when `stop` is set; `listening()` is called once it listens."""
+        """Serves until `stop` is set; calls `listening()` once it listens."""
         self._loop, self._stop = asyncio.get_running_loop(), stop
         history = History(Path(self.server.history) if self.server.history else None)
         service = Service(
@@ -215,8 +213,7 @@ class Lighthouse:
             history=history,
             token_file=self.server.token_path,
         )
-        # nothing survives a restart: the clock keeps (epoch, number) of two quorums apart
-        if self.etcd is None:
+        if self.etcd is None:  # no state survives a restart: the clock keeps (epoch, number) unique
             service.state.epoch = int(time.time())
         listener = Listener(service, self.server)
         listener.takers |= dict.fromkeys(HTTP, page_taker(service, self.server.token, self.allow_hosts))
@@ -267,7 +264,7 @@ class Lighthouse:
                 listener.drop_slow()
 
     async def _drain(self, listener: Listener) -> None:
-        """Tells everybody that we close, and lets the words get out."""
+        """Refuses all clients with "draining", and waits until that is sent."""
         service = listener.service
         service.draining = True
         refused = Refused("draining", "this lighthouse is closing", service.leader)
@@ -286,7 +283,7 @@ class Lighthouse:
 
 @asynccontextmanager
 async def _elected(options: EtcdOptions, service: Service) -> AsyncIterator[None]:
-    """Runs for leader while the lighthouse runs; gives the place up in the end."""
+    """Takes part in the election while the lighthouse runs; resigns at the end."""
 
     def lead(kept: PersistedState) -> None:
         service.lead(kept, election.keep)

@@ -1,8 +1,8 @@
-"""The heart of a lighthouse: takes what clients report, notices which replicas are gone, lets the coordinator decide.
+"""The core of a lighthouse: takes client reports, detects lost replicas, and lets the coordinator decide.
 
 No sockets here: clients are `Peer`s (sessions.py), time comes from an AwakeClock, timers from the event loop.
 Runs on the loop's thread only. The web page uses `event_log`, `evict()`, `let_in()` and `agents` (evidence,
-incidents); another protocol also uses `hello()`, `join()`, `heard()`, `leave()` and `disconnected()` with a Peer of its own.
+incidents); another protocol uses `hello()`, `join()`, `heard()`, `leave()` and `disconnected()` with its own Peer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from allranks.lighthouse.agents import CUT_BACK_S, SILENT_BACK_S, Agents
-from allranks.lighthouse.detect import AwakeClock, find_silent
+from allranks.lighthouse.detect import AwakeClock
 from allranks.lighthouse.history import History
 from allranks.lighthouse.messages import Beat, Hello, NoQuorumYet, Pong, Probed, Refused, Welcome, encode
 from allranks.lighthouse.options import Options
@@ -50,7 +50,7 @@ from allranks.model.cluster import (
 log = logging.getLogger("allranks.lighthouse")
 
 _PONG = encode(Pong())
-#: A rank whose liveness proxy was killed starts another, and is back within this time.
+#: A rank whose liveness proxy was killed starts another one, and reconnects within this time.
 PROXY_BACK_S = 5.0
 
 
@@ -64,7 +64,7 @@ class Service:
     job: str = ""
     clock: Callable[[], float] = time.monotonic
     leading: bool = True
-    leader: str = ""  # where clients are sent while we do not lead
+    leader: str = ""  # where clients are redirected while we do not lead
     draining: bool = False
     started: float = 0.0
     awake: AwakeClock = field(init=False)
@@ -75,14 +75,15 @@ class Service:
     agents: Agents = field(init=False)
     training: TrainingView = field(init=False)
     history: History = field(default_factory=History)  # for the page
-    on_health: Callable[[], object] = lambda: None  # an agent says something else of its ranks
-    token_file: str = ""  # where people find the job token
+    on_health: Callable[[], object] = lambda: None  # an agent reports another health of its ranks
+    token_file: str = ""  # where users find the job token
     names: Names = field(default_factory=Names)
     _sweep_timer: asyncio.TimerHandle | None = None
     _next_sweep: float = 0.0
     _audience: tuple[frozenset[str], frozenset[str], frozenset[str]] = (frozenset(), frozenset(), frozenset())
-    _lost_steps: LostSteps | None = None  # the last that were reported
-    _finishing: set[str] = field(default_factory=set)  # sessions said to be through, not gone yet
+    _lost_steps: LostSteps | None = None  # last reported
+    # sessions reported as finished that have not departed yet
+    _finishing: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.awake = AwakeClock(max_step_s=min(0.5, self.options.heartbeat_timeout_s / 4))
@@ -91,13 +92,13 @@ class Service:
         self.event_log = EventLog(self.sessions)
         parts = self.timers, self.now, self.state, self.sessions, self.event_log
         self.coordinator = QuorumCoordinator(self.options, *parts, active=self.leading)
-        self.coordinator.on_new = self._look_for_lost_steps
+        self.coordinator.on_new = self._check_lost_steps
         serving = lambda: self.leading and not self.draining  # noqa: E731
         self.agents = Agents(self.sessions, self.event_log, self.timers, self.now, serving)
         self.training = TrainingView(self.now)
         self.event_log.subscribe(self.training.happened)
 
-    def _look_for_lost_steps(self, quorum: Quorum) -> Quorum:
+    def _check_lost_steps(self, quorum: Quorum) -> Quorum:
         lost = self.training.begin_at(quorum.max_step, quorum.names)
         if lost is None or self.state.over:
             return quorum
@@ -105,7 +106,7 @@ class Service:
         return replace(quorum, reached=lost.reached)
 
     def _report_lost_steps(self, lost: LostSteps, number: int = 0) -> None:
-        """An event, and an incident of every agent. Once, however often a quorum begins there."""
+        """Logs an event and asks every agent for an incident, once per loss."""
         if self._lost_steps != lost:
             self._lost_steps = lost
             self.event_log.event("went_back", lost.text, number=number)
@@ -115,7 +116,7 @@ class Service:
     # ---- life -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to look for silent replicas."""
+        """Starts the sweep for silent replicas."""
         self.started = self.clock()
         if self.leading:
             self.state.settling_until = self.now() + self.options.start_grace_s
@@ -132,34 +133,34 @@ class Service:
         return self.awake.tick(self.clock())
 
     def lead(self, kept: PersistedState, keep: Keep) -> None:
-        """Begins to lead with what the last leader kept."""
+        """Starts leading with the state that the last leader saved."""
         self.leading, self.leader = True, ""
         self.state = QuorumState(self.options, kept.epoch, kept.number, evicted=dict(kept.evicted))
         self.coordinator.reset(self.state, active=True, keep=keep)
         self.event_log.event("leader", f"leading in epoch {kept.epoch}")
         if kept.quorum is not None:
-            # who was let in since that quorum was formed is not evicted any more: what was kept knows better
+            # a replica readmitted since that quorum was formed is no longer evicted: the saved state is newer
             self.take_over(replace(kept.quorum, evicted=tuple(sorted(kept.evicted))), kept.finished)
         self.state.epoch = kept.epoch
 
     def follow(self, leader: str) -> None:
-        """Another one leads (or nobody knows who): send everybody there."""
+        """Another lighthouse leads ("" when unknown): redirects all clients to it."""
         if self.leading:
-            refused = Refused("moved", "this lighthouse does not lead any more", leader)
+            refused = Refused("moved", "this lighthouse no longer leads", leader)
             frame = encode(refused)
             for session in list(self.sessions):
                 session.tell(refused, frame, close=True)
-            self.event_log.event("leader", f"no longer leading; the leader is {leader or 'not known'}")
+            self.event_log.event("leader", f"no longer leading; the leader is {leader or 'unknown'}")
         self.leading, self.leader = False, leader
         self.sessions.clear()
         self.event_log.clear()
         self.state = QuorumState(self.options, epoch=self.state.epoch, number=self.state.number)
         self.coordinator.reset(self.state, active=False, keep=None)
 
-    # ---- coming -----------------------------------------------------------------------------------------
+    # ---- connecting -------------------------------------------------------------------------------------
 
     def hello(self, peer: Peer, hello: Hello) -> Session | Refused:
-        """Lets a client in; token and version were checked by the listener. Sends Welcome and what it missed."""
+        """Admits a client whose token and version the listener has checked. Sends Welcome and the missed notices."""
         if self.draining:
             return Refused("draining", "this lighthouse is closing", self.leader)
         if not self.leading:
@@ -175,7 +176,7 @@ class Service:
         unknown = key not in self.names.lost and (here is None or here.session != key)
         session = self._enter(peer, hello, name, key, observer)
         last = (hello.epoch, hello.number, hello.round)
-        recall = self.state.hear_of(self.now(), last, unknown)
+        recall = self.state.note_last_quorum(self.now(), last, unknown)
         options, known = self.options, (self.state.epoch, self.state.number)
         times = options.beat_s, options.heartbeat_timeout_s
         welcome = Welcome(self.address, *times, *known, recall, lease_s=options.lease_s)
@@ -190,7 +191,7 @@ class Service:
     def _enter(self, peer: Peer, hello: Hello, name: str, key: str, observer: bool) -> Session:
         now = self.now()
         here = self.sessions.of(name)
-        if here and here[0].session != key:  # an observer: replicas were refused
+        if here and here[0].session != key:  # an observer: a replica was refused above
             self._supersede(name)
         self.names.retire_lost(name, key)
         known = self.state.replicas.get(name)
@@ -206,7 +207,7 @@ class Service:
             session.proxy = hello.proxy
             self.sessions.add(session)
         if known is not None or len(self.sessions.of(name)) >= hello.connections:
-            # a replica lives when all its ranks are here
+            # a replica is live once all its ranks are connected
             self.state.connect(now, name, key, hello.node, observer, hello.probes)
         if observer:
             log.debug("observer %s connected from %s", name, peer.address)
@@ -217,7 +218,7 @@ class Service:
         return session
 
     def _refuse_second(self, name: str, key: str, observer: bool) -> Refused | None:
-        """One process per name; of observers the newer one counts."""
+        """One process per name; of two observers the newer one wins."""
         others = (each for each in self.sessions.of(name) if each.session != key)
         first = next((each for each in others if not observer and not each.observer), None)
         refused = self.names.refuse(name, key, first, self.now(), self.options.beat_s)
@@ -226,7 +227,7 @@ class Service:
         return refused
 
     def _supersede(self, name: str) -> None:
-        """Another observer of the same name: the old one is over."""
+        """A new observer of the same name replaces the old one."""
         refused = superseded(name)
         for session in self.sessions.of(name):
             self.names.retire(name, session.session)
@@ -234,17 +235,17 @@ class Service:
         self._lose(name, "restarted under the same name", certain=True)
 
     def recalled(self, quorum: Quorum) -> None:
-        """A client answers a recall: the quorum that an earlier lighthouse formed."""
+        """A client answers a recall with the quorum that an earlier lighthouse formed."""
         state, last = self.state, self.state.last
         newer = last is None or (quorum.number, quorum.round) > (last.number, last.round)
         if newer or state.yielding:
             displaced = state.continuing - set(quorum.names)
             self.take_over(quorum)
-            reason = f"quorum {quorum.number} of an earlier lighthouse trains: it comes first"
+            reason = f"quorum {quorum.number} of an earlier lighthouse is training: it comes first"
             self.event_log.notify(QuorumWanted(reason, state.number), displaced)
 
     def take_over(self, quorum: Quorum, finished: Iterable[str] = ()) -> None:
-        """Continues from a quorum formed by an earlier lighthouse; its members are expected to come back."""
+        """Continues from a quorum formed by an earlier lighthouse; its members are expected to reconnect."""
         now, members = self.now(), {member.replica: member for member in quorum.members}
         heard = now + self.options.return_s - self.options.heartbeat_timeout_s
         for name in self.state.adopt(now, quorum, finished):
@@ -256,13 +257,13 @@ class Service:
         self._next_sweep = min(self._next_sweep, now + self.options.heartbeat_timeout_s)
         self.coordinator.soon()
 
-    # ---- staying ----------------------------------------------------------------------------------------
+    # ---- connected --------------------------------------------------------------------------------------
 
     def heard(self, session: Session) -> None:
         session.heard = self.now()
 
     def beat(self, session: Session, beat: Beat) -> None:
-        """A heartbeat that says something."""
+        """A heartbeat with a payload."""
         if beat.step >= 0 and beat.step != session.step:
             session.step = beat.step
             lost = self.training.note_step(session.replica, beat.step, session.heard)
@@ -281,10 +282,10 @@ class Service:
     def join(
         self, session: Session, member: Member, known: int = -1, patience_s: float = 0.0
     ) -> Refused | None:
-        """One rank asks; the replica asks when all its ranks have. A Refused is the answer when it may not.
+        """One rank requests a quorum; the replica joins once all its ranks have. Returns a Refused if it may not.
 
-        `known` is the last round that it received: a member that missed the current one is sent it again,
-        because the others are training in it already and would wait for this one. -1: it missed nothing.
+        `known` is the last round that the rank received (-1: it missed none). A member that missed the current round
+        gets it again, because the others already train in it and would wait.
         """
         name, last = session.replica, self.state.last
         if session.observer:
@@ -307,23 +308,23 @@ class Service:
         self.training.note_step(name, session.step, self.now())
         ranks = self.sessions.of(name)
         if name in self.state.replicas and sum(1 for each in ranks if each.asking) >= session.connections:
-            said = merged(ranks) if len(ranks) > 1 else session.asking
-            self.state.ask(self.now(), name, said, patience_s)
+            joined = merged(ranks) if len(ranks) > 1 else session.asking
+            self.state.ask(self.now(), name, joined, patience_s)
             self.coordinator.soon()
         return None
 
     def note_failures(self, session: Session, unreached: Collection[str], unserved: Collection[str]) -> None:
-        """One rank asks for a quorum, and reports whom it could not reach or take a state from in the one before."""
+        """A rank that joins reports sessions that it could not reach, or fetch a state from, in the last quorum."""
         if session.replica in self.state.replicas:
             self.state.note_failures(self.now(), session.replica, unreached, unserved)
 
     def withdraw(self, session: Session) -> NoQuorumYet:
-        """One rank asks no more; says why there was no quorum."""
+        """One rank withdraws its request; returns why there was no quorum."""
         name = session.replica
         reason, missing = self.coordinator.wait_reason()
         asked = sum(1 for each in self.sessions.of(name) if each.asking)
         if name not in self.state.asking and asked < session.connections:
-            reason = f"only {asked} of {session.connections} ranks of {name} asked"
+            reason = f"only {asked} of {session.connections} ranks of {name} requested a quorum"
         session.asking = None
         self.state.withdraw(name)
         self.coordinator.soon()
@@ -332,7 +333,7 @@ class Service:
         return NoQuorumYet(reason + (f" ({heard})" if heard else ""), missing)
 
     def probed(self, session: Session, probed: Probed) -> None:
-        """A client has tried to reach others. Rank 0 speaks for its replica."""
+        """A client has tried to reach others. Only rank 0's result counts for its replica."""
         if session.rank == 0 and not session.observer:
             reach, now = self.state.reach, self.now()
             known = {each.session: name for name, each in self.state.replicas.items()}
@@ -345,12 +346,12 @@ class Service:
                 self.event_log.event("unreachable", text, known[other])
             self.coordinator.soon()
 
-    # ---- going ------------------------------------------------------------------------------------------
+    # ---- departing --------------------------------------------------------------------------------------
 
     def leave(
         self, session: Session, reason: str, finished: bool = False, term: int = 0, step: int = -1
     ) -> None:
-        """The replica goes in good order (see messages.Leave)."""
+        """A replica or observer shuts down cleanly (see messages.Leave)."""
         name = session.replica
         if session.observer or name not in self.state.replicas:
             self._drop(session)
@@ -368,25 +369,25 @@ class Service:
         self._note_finish(name, session.session)
 
     def finish(self, name: str) -> bool:
-        """A member that is gone, or about to go, was through with its training; False when it is not known as one."""
+        """A departed or departing member completed its training; False when no such member is known."""
         if here := self.state.replicas.get(name):  # its shutdown message is still on the way
             self._finishing.add(here.session)
             return True
         known = self.state.finish(self.now(), name)
         if known:
-            over = ": the training is over" if self.state.over else ""
+            over = ": the training has finished" if self.state.over else ""
             self.event_log.event("finished", f"{name} has finished{over}", name, self.state.number)
             self.coordinator.soon()
         return known
 
     def _note_finish(self, name: str, session: str) -> None:
-        """It is gone: was it said to be through?"""
+        """A session has departed: marks it as finished if that was reported before."""
         if session in self._finishing:
             self._finishing.discard(session)
             self.finish(name)
 
     def accuse(self, name: str, reason: str, stopped: bool = False) -> bool:
-        """Somebody who can see it (its liveness proxy, its agent) says that a replica is dead, or stopped."""
+        """A replica's liveness proxy or agent reports that it is dead, or stopped."""
         if name not in self.sessions.by_replica:
             self.coordinator.soon()
             return self.state.confirm_death(name)
@@ -394,7 +395,7 @@ class Service:
         return True
 
     def disconnected(self, session: Session, peer: Peer, clean: bool) -> None:
-        """A connection ended without a shutdown message. An orderly close is a death; an error may be a blip."""
+        """A connection ended without a shutdown message. An orderly close means a death; an error may be temporary."""
         if session.peer is peer:
             session.peer, session.cut = None, not clean
             grace = self.options.grace_s if clean else self.options.reset_grace_s
@@ -413,10 +414,10 @@ class Service:
         self._lose(session.replica, session.end, not session.cut and not proxy, back_s)
 
     def _sweep(self) -> None:
-        """Looks for the silent when somebody may have become so; keeps the clock awake in between."""
+        """Finds silent sessions when one may be due; ticks the awake clock in between."""
         now = self.now()
         if now >= self._next_sweep:
-            silent, self._next_sweep = find_silent(now, self.sessions, self.options.heartbeat_timeout_s)
+            silent, self._next_sweep = self.sessions.find_silent(now, self.options.heartbeat_timeout_s)
             for session in silent:
                 if self.sessions.get(session.replica, session.rank) is session:
                     self._lose_silent(session, now)
@@ -432,13 +433,13 @@ class Service:
         what, since = "nothing heard", session.heard
         replica = self.state.replicas.get(session.replica)
         if replica is not None and not replica.connected:
-            what, since = "did not come back to the new lighthouse", replica.since
+            what, since = "did not reconnect to the new lighthouse", replica.since
         self._lose(session.replica, f"{what} for {now - since:.2f} s", certain=False)
 
     def _lose(
         self, name: str, reason: str, certain: bool, back_s: float | None = None, stopped: bool = False
     ) -> None:
-        """A replica is gone: note it, tell the others (its own other ranks too), decide again."""
+        """Records the loss of a replica, notifies the others (its other ranks too), and decides again."""
         now = self.now()
         number, targets = self._number_of(name), self._concerned(name)
         sessions = self.sessions.drop(name)
@@ -457,7 +458,7 @@ class Service:
         self._note_finish(name, key)
 
     def _drop(self, session: Session) -> None:
-        """Forgets all sessions of a name without telling anybody; closes what is open."""
+        """Forgets all sessions of a name without a notice, and closes their connections."""
         if session.observer and session.replica in self.state.replicas:
             self.state.leave(self.now(), session.replica, "observer")
         for each in self.sessions.drop(session.replica):
@@ -465,13 +466,13 @@ class Service:
                 each.peer.close()
 
     def _number_of(self, name: str) -> int:
-        """The quorum that this living session is a member of, or 0."""
+        """The quorum that this live replica is a member of, or 0."""
         return self.state.number if name in self.state.continuing else 0
 
     def _concerned(self, name: str) -> frozenset[str]:
-        """Who must know that `name` goes: observers, and its fellow members (and itself, if it is still there).
+        """Receivers of a notice that `name` departs: observers and the members of its quorum, itself included.
 
-        The same set for all that go together: what goes to the same receivers is sent in one piece.
+        All departing members get the same set object, so that their notices are sent in one piece.
         """
         members, observers = self.state.members, self.sessions.observers
         if not self._number_of(name):
@@ -481,7 +482,7 @@ class Service:
         return self._audience[2]
 
     def evict(self, name: str, reason: str) -> None:
-        """Throws a replica out; it stays out until let in."""
+        """Evicts a replica until it is readmitted."""
         number, targets = self._number_of(name), self._concerned(name) | {name}
         self.state.evict(name, reason)
         for session in self.sessions.of(name):
@@ -494,7 +495,7 @@ class Service:
         self.coordinator.soon()
 
     def let_in(self, name: str) -> bool:
-        """Takes an eviction or a back-off back; False when there was none."""
+        """Lifts an eviction or a back-off; False when there was none."""
         if not self.state.let_in(name):
             return False
         self.event_log.event("let_in", f"{name} may rejoin", name)

@@ -1,11 +1,11 @@
-"""Who is connected to the lighthouse, and what they have not acknowledged yet. Runs on the loop's thread.
+"""Sessions of the lighthouse's clients, and the notices they have not acknowledged. Runs on the loop's thread.
 
-A session is one rank's (or observer's) connection to us and outlives it: after an interruption the same session
-comes back on another connection and gets what it missed. `EventLog` publishes: events for people (log, history, listeners),
+A session belongs to one rank or observer and outlives its connection: after an interruption the same session
+reconnects and gets the notices that it missed. `EventLog` publishes events for people (log, history, listeners) and
 notices for clients.
 
-`Names`: one process per name. Another process that wants it is refused while the first lives, and waits until that is
-known. One whose name was given to another never gets it back.
+`Names` gives each name to one process. A second process is refused while the first is alive, and told to wait while
+that is not known. A process whose name went to another never gets it back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from allranks.model.parsing import printable
 log = logging.getLogger("allranks.lighthouse")
 
 _MAX_PENDING = 256
-_MAX_NAME = 256  # characters of the name of a replica or a node
+_MAX_NAME = 256  # characters in the name of a replica or node
 
 
 class Peer(Protocol):
@@ -38,12 +38,12 @@ class Peer(Protocol):
         """Sends one message; `frame` is its encoding, made once for all receivers."""
 
     def close(self) -> None:
-        """Ends the connection after what was delivered is out."""
+        """Ends the connection once everything delivered has been sent."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One line to the lighthouse."""
+    """One rank or observer."""
 
     replica: str
     session: str
@@ -58,22 +58,23 @@ class Session:
     progress: int = -1
     idle_s: float = 0.0
     health: str = ""
-    unresponsive: bool = False  # acknowledges nothing; logged once
-    cut: bool = False  # the last connection ended by an error, not by an orderly close
-    dialect: str = ""  # of another protocol than ours
-    proxy: bool = False  # held by a liveness proxy: when that is killed the rank lives, and starts another
+    unresponsive: bool = False  # it acknowledges nothing; logged once
+    cut: bool = False  # the last connection ended with an error, not with an orderly close
+    dialect: str = ""  # of a protocol other than ours
+    # connected by a liveness proxy: if that is killed, the rank is alive and starts another
+    proxy: bool = False
     pending: dict[int, tuple[Notice, bytes]] = field(default_factory=dict)
 
     @property
     def end(self) -> str:
-        """What a connection that is closed says of its process."""
+        """What the end of the connection means for the process."""
         where = f" (rank {self.rank})" if self.connections > 1 else ""
         if self.cut:
             return f"connection{where} was cut and did not come back"
         return f"process{where} exited without shutting down"
 
     def tell(self, message: object, frame: bytes, close: bool = False) -> None:
-        """Sends it over the connection, if there is one just now; and ends that, if asked."""
+        """Sends a message if the session is connected, then closes the connection if asked."""
         if self.peer is not None:
             self.peer.deliver(message, frame)
             if close:
@@ -113,6 +114,17 @@ class Sessions:
         self.by_replica.clear()
         self.observers = frozenset()
 
+    def find_silent(self, now: float, timeout_s: float) -> tuple[list[Session], float]:
+        """Sessions not heard for `timeout_s`, and when the next one may become silent."""
+        silent, oldest = [], now
+        limit = now - timeout_s
+        for session in self:
+            if session.heard <= limit:
+                silent.append(session)
+            elif session.heard < oldest:
+                oldest = session.heard
+        return silent, oldest + timeout_s
+
     def push(self, notices: Iterable[Notice], replicas: Iterable[str]) -> int:
         """Sends notices to all sessions of these replicas; they stay pending until acknowledged."""
         batch: dict[int, tuple[Notice, bytes]] = {}
@@ -130,7 +142,7 @@ class Sessions:
         return reached
 
     def _trim(self, session: Session) -> None:
-        """A session that acknowledges nothing must not eat the memory: its oldest notices go."""
+        """Drops the oldest notices of a session that acknowledges nothing, to bound memory."""
         while len(session.pending) > _MAX_PENDING:
             del session.pending[next(iter(session.pending))]
         if not session.unresponsive:
@@ -139,14 +151,14 @@ class Sessions:
 
 
 def deliver(session: Session, batch: dict[int, tuple[Notice, bytes]]) -> None:
-    """Hands pending notices to a session's connection, if it has one just now."""
+    """Sends pending notices if the session is connected."""
     if session.peer is not None:
         for notice, frame in batch.values():
             session.peer.deliver(notice, frame)
 
 
 def signed(member: Member, session: Session, dialect: str = "") -> Member:
-    """A member speaks for itself only: name, session and dialect are the connection's."""
+    """A client can only describe itself: name, session and dialect are taken from its connection."""
     own = member.replica == session.replica and member.session == session.session
     if own and member.node and member.dialect == dialect:
         return member
@@ -155,7 +167,7 @@ def signed(member: Member, session: Session, dialect: str = "") -> Member:
 
 
 def merged(ranks: list[Session]) -> Member:
-    """What the replica says, of what its ranks said: the lowest rank speaks, failures and wishes add up."""
+    """The replica's member data: the lowest rank's, with the failures and wishes of all ranks combined."""
     members = [each.asking for each in sorted(ranks, key=lambda each: each.rank) if each.asking]
     return replace(
         members[0],
@@ -165,7 +177,7 @@ def merged(ranks: list[Session]) -> Member:
     )
 
 
-_LOUD = frozenset({"lost", "evicted", "incident", "went_back"})
+_WARNINGS = frozenset({"lost", "evicted", "incident", "went_back"})
 
 
 @dataclass
@@ -183,7 +195,7 @@ class EventLog:
         event = StatusEvent(time.time(), kind, text, replica, number)
         self.history.append(event)
         self.counts[kind] += 1
-        log.log(logging.WARNING if kind in _LOUD else logging.INFO, "%s", text, extra={"event": kind})
+        log.log(logging.WARNING if kind in _WARNINGS else logging.INFO, "%s", text, extra={"event": kind})
         for listener in list(self._listeners):
             try:
                 listener(event)
@@ -191,16 +203,15 @@ class EventLog:
                 log.exception("a listener failed")
 
     def subscribe(self, listener: Callable[[StatusEvent], None]) -> Callable[[], None]:
-        """Calls `listener` for every event; the returned function ends that."""
+        """Calls `listener` for every event; returns "unsubscribe"."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def notify(self, notice: Notice, replicas: Iterable[str]) -> None:
-        """Notes a notice for all sessions of these replicas."""
+        """Queues a notice for all sessions of these replicas."""
         self._waiting.append((notice, frozenset(replicas)))
 
     def flush(self) -> None:
-        """Pushes what was noted."""
         waiting, self._waiting = self._waiting, []
         groups: dict[frozenset[str], list[Notice]] = {}
         for notice, targets in waiting:
@@ -213,23 +224,23 @@ class EventLog:
 
 
 T = TypeVar("T")
-_REMEMBERED = 10_000  # sessions of the past that are still known
+_REMEMBERED = 10_000  # past sessions
 
 
 @dataclass
 class Names:
-    """What is known of sessions that do not have their name now."""
+    """Sessions that do not currently hold their name."""
 
-    lost: dict[str, MemberLost] = field(default_factory=dict)  # declared lost; they may come back
-    _retired: dict[str, str] = field(default_factory=dict)  # their name is another's
-    _applied: dict[str, float] = field(default_factory=dict)  # they want a name that is taken, since when
+    lost: dict[str, MemberLost] = field(default_factory=dict)  # declared lost; may return
+    _retired: dict[str, str] = field(default_factory=dict)  # another process has the name
+    _applied: dict[str, float] = field(default_factory=dict)  # waiting for a taken name -> since when
 
     def refuse(
         self, name: str, session: str, first: Session | None, now: float, beat_s: float
     ) -> Refused | None:
-        """Why this session cannot have the name now; `first` is another process that has it.
+        """Why this session cannot have the name now; `first` is the session of another process that has it.
 
-        The first lives when it is heard again after the second has come.
+        The first process is alive if it was heard again after the second one connected.
         """
         if session in self._retired:
             return superseded(name)
@@ -245,11 +256,11 @@ class Names:
         return Refused("taken", age)
 
     def retire(self, name: str, session: str) -> None:
-        """Its name is another's from now on."""
+        """Another process has its name from now on."""
         _note(self._retired, session, name)
 
     def retire_lost(self, name: str, session: str) -> None:
-        """Processes of this name that were lost, other than this one, never come back."""
+        """Retires all other lost sessions of this name."""
         for other in [
             other for other, lost in self.lost.items() if lost.replica == name and other != session
         ]:
@@ -261,7 +272,7 @@ class Names:
 
 
 def refuse_names(*names: str) -> Refused | None:
-    """Unless they can be shown and kept."""
+    """Refuses names that are too long or not printable."""
     if all(len(name) <= _MAX_NAME and name.isprintable() for name in names):
         return None
     wanted = f"be printable, without control characters, and have at most {_MAX_NAME}"
@@ -269,7 +280,7 @@ def refuse_names(*names: str) -> Refused | None:
 
 
 def superseded(name: str) -> Refused:
-    return Refused("superseded", f"{name}: another process of the same name took this one's place")
+    return Refused("superseded", f"{name}: another process of the same name has replaced this one")
 
 
 def _note(book: dict[str, T], key: str, value: T) -> None:

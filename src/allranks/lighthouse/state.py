@@ -1,11 +1,11 @@
-"""What the lighthouse knows: replicas, the last quorum, who is gone. Pure: no clock, no sockets, no files.
+"""What the lighthouse knows: live replicas, the last quorum, departed members. Pure: no clock, no sockets, no files.
 
-Every change is a method that takes `now` (awake seconds, see detect.AwakeClock). `replicas` holds only the
-living, so dead names never pile up; a member of the last quorum that died stays in `gone` until the next one.
+Every change is a method that takes `now` (awake seconds, see detect.AwakeClock). `replicas` holds live replicas only,
+so dead names do not pile up; a member of the last quorum that died stays in `gone` until the next quorum.
 
-Besides the facts the state keeps small indexes, so that a decision costs nothing while most are missing:
-`asking`, `requesting_members`, `continuing` (members of the last quorum that never left it), `idle` and `continuing_not_asking`
-(those of them that do not ask). `_index` keeps them true for one name; tests compare with a decision made without them.
+The state also keeps indexes, so that a decision is cheap while most replicas have not joined: `asking`,
+`requesting_members`, `continuing` (members of the last quorum that never left it), `idle` and `continuing_not_asking`
+(those that have not joined). `_index` updates them for one name; tests compare with a decision made without them.
 """
 
 from __future__ import annotations
@@ -23,45 +23,43 @@ from allranks.model.cluster import Member, Quorum
 
 @dataclass(slots=True)
 class Replica:
-    """One living replica."""
-
     name: str
     session: str
     node: str = ""
     observer: bool = False  # never a member
-    unfit: bool = False  # its last claim was refused: nobody waits for it
-    probes: bool = False  # it can be asked to prove that others are reachable
+    unfit: bool = False  # its last claim was refused: no replica waits for it
+    probes: bool = False  # it answers a Probe
     connected: bool = True  # False: known from an earlier lighthouse, expected to come back
     since: float = 0.0
     asking: Member | None = None
     asked_at: float = 0.0
-    patient_until: float = math.inf  # it goes on before it would give up: then nobody is waited for any more
-    cooling_until: float = 0.0  # flapping: not before this; 0 when it is free
+    patient_until: float = math.inf  # shortly before it gives up; stragglers are not waited for beyond this
+    cooling_until: float = 0.0  # end of its back-off; 0: none
 
 
 @dataclass(frozen=True)
 class Gone:
-    """A member of the last quorum that is no longer there."""
+    """A member of the last quorum that has departed."""
 
     session: str
     at: float
     reason: str
-    certain: bool  # False: only silent, may be training on behind a cut network
+    certain: bool  # False: only silent, may still be training behind a cut network
     left: bool = False  # with a shutdown message
-    finished: bool = False  # its training is over
+    finished: bool = False  # it completed its training
     step: int = -1  # steps that its state had; -1: not known
     node: str = ""
-    closed: bool = False  # its connection was closed: by its end, or that of its liveness proxy
-    stopped: bool = False  # it is frozen: it trains no more, but its state is not lost
+    closed: bool = False  # its connection closed because the process or its liveness proxy ended
+    stopped: bool = False  # the process is stopped: it does not train, but its state is not lost
 
 
-MAX_LOSERS = 20_000  # names whose losses are remembered, beyond the largest job
-_MORE_LOSSES = 64  # beyond the limit; the back-off is longest long before
-_EARLY_S = 2.0  # before a replica that asks gives up, it goes on without those who do not
-PACE, PACE_S = 10, 2.5  # at most so many new quorums in so many seconds
-_FREE_TRIES = 3  # quorums of the same members without a step between them that cost no pause
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 5.0  # before the next; doubles with each
-_WORD_S = 1.0  # how long the word of a client that was in a later quorum is waited for
+MAX_LOSERS = 20_000  # names whose losses are remembered; more than the largest job has
+_MORE_LOSSES = 64  # losses kept beyond the flap limit; the back-off reaches its maximum long before
+_EARLY_S = 2.0  # stragglers are no longer waited for this long before a waiting replica would give up
+PACE, PACE_S = 10, 2.5  # at most PACE new quorums in PACE_S
+_FREE_TRIES = 3  # quorums of the same members without a step that cost no pause
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 5.0  # before the next one; doubles each time
+_RECALL_S = 1.0  # how long to wait for a client to send the later quorum that it was in
 
 
 @dataclass
@@ -76,27 +74,27 @@ class QuorumState:
     members: frozenset[str] = frozenset()  # names of the last quorum
     replicas: dict[str, Replica] = field(default_factory=dict)
     gone: dict[str, Gone] = field(default_factory=dict)
-    departed: set[str] = field(default_factory=set)  # members told as gone, also if they came back
+    departed: set[str] = field(default_factory=set)  # members reported as gone, even if they have returned
     evicted: dict[str, str] = field(default_factory=dict)  # name -> reason
     losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    taken_over: bool = False  # False: all quorums so far were formed here, out of nothing
-    yielding: bool = False  # such a quorum gives way to the one that a client is about to tell
-    settling_until: float = 0.0  # until then members of an earlier lighthouse's quorum may still turn up
+    taken_over: bool = False  # False: this lighthouse has adopted no quorum of an earlier one
+    yielding: bool = False  # our own quorum gives way to the earlier one that a client is about to send
+    settling_until: float = 0.0  # until then members of an earlier lighthouse's quorum may still return
     largest: int = 0  # members of the largest quorum of this training
     finished_at: float = 0.0
     reach: Reach = field(default_factory=Reach)
-    # when the last new ones were formed
-    formed: deque[float] = field(default_factory=lambda: deque(maxlen=PACE))
-    fruitless: int = 0  # new quorums of the same members in a row, without a step between them
+    formed: deque[float] = field(default_factory=lambda: deque(maxlen=PACE))  # times of the last new quorums
+    stepless: int = 0  # consecutive new quorums of the same members without a step between them
     # indexes
-    asking: dict[str, Replica] = field(default_factory=dict)  # in the order of asking
+    asking: dict[str, Replica] = field(default_factory=dict)  # in the order in which they joined
     cooling: dict[str, float] = field(default_factory=dict)
-    requesting_members: dict[str, Replica] = field(default_factory=dict)  # in the order of asking
+    requesting_members: dict[str, Replica] = field(default_factory=dict)  # in the order in which they joined
     continuing: set[str] = field(default_factory=set)
     continuing_not_asking: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
-    finishers: set[str] = field(default_factory=set)  # members of the last quorum whose training is over
+    # members of the last quorum that completed their training
+    finishers: set[str] = field(default_factory=set)
     _sessions: dict[str, str] = field(default_factory=dict)  # of the last quorum
 
     # ---- coming and going -------------------------------------------------------------------------------
@@ -110,9 +108,9 @@ class QuorumState:
         observer: bool = False,
         probes: bool = False,
     ) -> Replica:
-        """A replica says hello: new, back after a blip (same session), or restarted (another session).
+        """A replica connects: new, back after an interruption (same session), or restarted (another session).
 
-        The caller has told the loss of the old session first (`lose`) when one lives under this name.
+        If an old session is live under this name, the caller has reported its loss (`lose`) first.
         """
         known = self.replicas.get(name)
         if known is not None and known.session == session:
@@ -126,7 +124,7 @@ class QuorumState:
         return self.replicas[name]
 
     def ask(self, now: float, name: str, member: Member, patience_s: float = 0.0) -> None:
-        """A replica joined for a quorum. Asking again replaces what it said, not its place."""
+        """A replica joins. Joining again replaces its member data and keeps its place in the order."""
         replica = self.replicas[name]
         early_s = min(_EARLY_S, patience_s / 2)
         replica.patient_until = now + patience_s - early_s if patience_s else math.inf
@@ -138,15 +136,15 @@ class QuorumState:
     def note_failures(
         self, now: float, name: str, unreached: Collection[str], unserved: Collection[str]
     ) -> None:
-        """A replica could not connect to some sessions, and could not fetch what others claim to hold."""
+        """A replica could not connect to some sessions, and could not fetch the states that others claim to hold."""
         replica = self.replicas[name]
         since = {each.session: each.since for each in self.replicas.values()}
         self.reach.report(now, replica.session, since.keys() & {*unreached, *unserved})
-        # what one that came later says of an older one does not cost that its place
+        # a report about a replica that was here earlier does not cost that replica its place
         self.reach.discredit(session for session in unserved if since.get(session, 0.0) > replica.since)
 
     def refuse(self, name: str) -> None:
-        """Its claim was refused: until it asks with another, it is not there."""
+        """Its claim was refused: it counts as absent until it joins with another one."""
         if replica := self.replicas.get(name):
             replica.asking, replica.unfit = None, True
             self._index(name)
@@ -165,8 +163,8 @@ class QuorumState:
         back_s: float | None = None,
         stopped: bool = False,
     ) -> None:
-        """It died, froze or was cut off. If that is not certain it may train on, and come back: within `back_s`, or
-        else presume_dead_s."""
+        """A replica died, froze or was cut off. If not `certain`, it may continue training and return within `back_s`
+        (None: within presume_dead_s)."""
         replica = self.replicas.pop(name)
         self.reach.forget(replica.session)
         recent = self._recent_losses(now, name)[-self.options.flap_limit - _MORE_LOSSES :]
@@ -178,14 +176,14 @@ class QuorumState:
         self._depart(replica, replace(gone, closed=back_s is not None))
 
     def confirm_death(self, name: str) -> bool:
-        """One that was stopped, or silent, is dead: nobody waits for it. False when it is not known as gone."""
+        """A stopped or silent replica is dead, so no replica waits for it. False when it was not lost before."""
         if name not in self.gone:
             return False
         self._amend(name, certain=True, stopped=False)
         return True
 
     def leave(self, now: float, name: str, reason: str, step: int = -1) -> None:
-        """It left in good order, with a state of `step` steps."""
+        """A replica left with a shutdown message, holding a state of `step` steps."""
         replica = self.replicas.pop(name)
         self.reach.forget(replica.session)
         self._depart(
@@ -193,17 +191,17 @@ class QuorumState:
         )
 
     def describe_unreached(self, name: str, other: str) -> str:
-        """One of them is a member, the other one waits to join."""
+        """A sentence for the pair; one of the two is a member and the other waits to join."""
         if name in self.members:
             return f"{name} cannot connect to {other}, which waits to join"
         return f"{name} waits to join and cannot connect to {other}"
 
     def returned(self, names: Iterable[str]) -> list[float]:
-        """When those of them came back that were given up as members: they hold a state, and are about to ask."""
+        """When lost members among these returned: they hold a state and are about to join."""
         return [self.replicas[n].since for n in names if self._sessions.get(n) == self.replicas[n].session]
 
     def finish(self, now: float, name: str) -> bool:
-        """A member that is gone was through with its training; False when nothing is known of it."""
+        """A departed member had completed its training; False when the member is not known."""
         if name not in self.gone:
             return False
         self._amend(name, finished=True)
@@ -212,17 +210,17 @@ class QuorumState:
 
     @property
     def has_newcomers(self) -> bool:
-        """Whether a replica asks that is not a member: looked up at every event, with thousands of members."""
+        """Whether a replica that is not a member joined. Checked at every event, so it must be cheap."""
         return len(self.asking) > len(self.requesting_members)
 
     @property
     def over(self) -> bool:
-        """Whether the training is over: members have finished, and none is left that could continue."""
+        """Whether the training has finished: members reported it, and no other could continue."""
         return bool(self.finishers) and not self.continuing and not self.silent
 
     @property
     def too_late(self) -> bool:
-        """Whether those who ask could only repeat steps of a training that is finished, and nobody else trains."""
+        """Whether the replicas that joined could only repeat steps of a finished training, and no other trains."""
         if not self.finishers or self.continuing_not_asking or self.silent:
             return False
         done = max(self.gone[name].step for name in self.finishers)
@@ -232,7 +230,7 @@ class QuorumState:
         return not self.continuing and 2 * len(self.asking) <= self.largest
 
     def evict(self, name: str, reason: str) -> None:
-        """It stays out until it is let in, also under a new session."""
+        """Excludes a replica until it is readmitted, also under a new session."""
         self.evicted[name] = reason
         if replica := self.replicas.get(name):
             replica.asking = None
@@ -242,8 +240,8 @@ class QuorumState:
         self._index(name)
 
     def let_in(self, name: str) -> bool:
-        """Takes an eviction back, forgives flapping, and lets a new training begin after one that is over; False
-        when there was nothing to take back."""
+        """Readmits a replica: lifts its eviction and back-off, and lets a new training begin after a finished one.
+        False when there was nothing to lift."""
         had = self.evicted.pop(name, None) is not None or name in self.cooling
         if (self.over or self.too_late) and name in self.replicas:
             had, self.largest = True, 0
@@ -257,7 +255,7 @@ class QuorumState:
         return had
 
     def advance(self, now: float) -> None:
-        """What time alone changes: cooling ends, the silent are presumed dead, old losses are forgotten."""
+        """Applies what time alone changes: back-offs end, silent members are presumed dead, old losses expire."""
         for name in [name for name, until in self.cooling.items() if until <= now]:
             self.replicas[name].cooling_until = 0.0
             self._index(name)
@@ -268,7 +266,7 @@ class QuorumState:
             del self.losses[name]
 
     def next_change(self, now: float) -> float | None:
-        """When `advance` will next change something that a decision looks at."""
+        """When time alone next changes something that a decision depends on."""
         times = list(self.cooling.values())
         times += [self.gone[name].at + self.options.presume_dead_s for name in self.silent]
         if self.asking and (pair := self.reach.next_change(now)) is not None:
@@ -278,7 +276,7 @@ class QuorumState:
     # ---- quorums ----------------------------------------------------------------------------------------
 
     def next_quorum(self, members: Iterable[Member], spares: Iterable[str], reason: str) -> Quorum:
-        """The quorum these members would form. Nothing changes yet: it may have to be kept safe first."""
+        """The quorum that these members would form. Nothing changes yet: it may have to be saved first."""
         chosen = tuple(sorted(members, key=lambda member: member.replica))
         changed = self.is_new(chosen)
         return Quorum(
@@ -294,7 +292,7 @@ class QuorumState:
 
     def is_new(self, members: Sequence[Member]) -> bool:
         """Whether these members, sorted by name, need a new number and with it a new group."""
-        # Members that heard of a departure have taken their groups down, even if the same members are back by now.
+        # members that were notified of a departure have aborted their groups, even if the same members are back now
         broken = bool(self.departed) or any(member.commit_failures > 0 for member in members)
         return broken or not self._same(members)
 
@@ -303,9 +301,9 @@ class QuorumState:
         return len(members) == len(sessions) and all(sessions.get(m.replica) == m.session for m in members)
 
     def not_before(self, members: Sequence[Member]) -> float:
-        """When a new quorum of these members, sorted by name, may be formed: never more than PACE in PACE_S, and with a
-        pause that doubles for the same members that have made no step."""
-        over = self.fruitless - _FREE_TRIES
+        """When a new quorum of these members, sorted by name, may be formed: at most PACE in PACE_S, with a pause that
+        doubles while the same members make no step."""
+        over = self.stepless - _FREE_TRIES
         if (len(self.formed) < PACE and over < 0) or not self.is_new(members):
             return 0.0
         until = self.formed[0] + PACE_S if len(self.formed) == PACE else 0.0
@@ -319,11 +317,11 @@ class QuorumState:
         return self.last is not None and top > self.last.max_step
 
     def form(self, quorum: Quorum, now: float = 0.0) -> None:
-        """Makes it the current quorum; its members ask no more."""
+        """Makes it the current quorum; the requests of its members are answered."""
         before = self._sessions
         if quorum.number > self.number:
-            fruitless = self._same(quorum.members) and not self._stepped(quorum.members)
-            self.fruitless = self.fruitless + 1 if fruitless else 0
+            stepless = self._same(quorum.members) and not self._stepped(quorum.members)
+            self.stepless = self.stepless + 1 if stepless else 0
             self.formed.append(now)
         self.largest = max(0 if self.over else self.largest, len(quorum.members))
         self.last = quorum
@@ -340,11 +338,11 @@ class QuorumState:
         for name in before.keys() | self._sessions.keys():
             self._index(name)
 
-    def hear_of(self, now: float, last: tuple[int, int, int], unknown: bool) -> bool:
-        """What a client says of the (epoch, number, round) it was in last; True: ask it for that quorum.
+    def note_last_quorum(self, now: float, last: tuple[int, int, int], unknown: bool) -> bool:
+        """A client reports the (epoch, number, round) of its last quorum; True: ask the client for that quorum.
 
-        Numbers never go back. The quorum of an unknown session is of an earlier lighthouse: one that was formed here
-        without knowing it gives way to it.
+        Numbers never go back. The quorum of an unknown session comes from an earlier lighthouse: a quorum formed here
+        without knowledge of it gives way.
         """
         epoch, number, round_ = last
         if number > self.number or round_ > self.round or epoch > self.epoch:
@@ -353,8 +351,8 @@ class QuorumState:
         asked = unknown and number > 0 and self.last is not None and not self.taken_over
         self.yielding = self.yielding or asked
         asked = asked or (round_ == self.round and self.needs_recall)
-        if asked:  # nobody new may form a quorum of its own before we know who trains already
-            self.settling_until = max(self.settling_until, now + _WORD_S)
+        if asked:  # newcomers must not form a quorum before we know which replicas already train
+            self.settling_until = max(self.settling_until, now + _RECALL_S)
         return asked
 
     @property
@@ -363,7 +361,7 @@ class QuorumState:
         return self.yielding or self.round > (self.last.round if self.last else 0)
 
     def adopt(self, now: float, quorum: Quorum, finished: Iterable[str] = ()) -> list[str]:
-        """Takes over a quorum formed by an earlier lighthouse; returns the members expected to come back."""
+        """Adopts a quorum formed by an earlier lighthouse; returns the members expected to reconnect."""
         self.epoch = max(self.epoch, quorum.epoch + 1)
         self.taken_over, self.yielding, self.settling_until = True, False, 0.0
         for name in quorum.evicted:
@@ -390,14 +388,12 @@ class QuorumState:
             self._index(name)
         return expected
 
-    # ---- inside -----------------------------------------------------------------------------------------
-
     def _depart(self, replica: Replica, gone: Gone) -> None:
         if self._note_departure(replica):
-            # nobody waits for one that was thrown out
+            # no replica waits for an evicted one
             self.gone[replica.name] = replace(gone, certain=gone.certain or replica.name in self.evicted)
         self._index(replica.name)
-        if not self.continuing:  # the state is with those that are stopped: who has none waits for them
+        if not self.continuing:  # only stopped members hold the state: the others wait for them
             for name, other in list(self.gone.items()):
                 if other.stopped and other.certain and name not in self.evicted:
                     self._amend(name, certain=False, at=gone.at)
@@ -407,14 +403,14 @@ class QuorumState:
         self._index(name)
 
     def _note_departure(self, replica: Replica) -> bool:
-        """Whether it was a member; nobody waits for it from now on, also if the same session comes back."""
+        """Whether it was a member. It no longer is one, even if the same session returns."""
         member = self._sessions.get(replica.name) == replica.session
         if member:
             self.departed.add(replica.name)
         return member
 
     def _settle_gone(self, name: str, session: str) -> None:
-        """A name came back: the same session is alive after all; another one waits until the old one's lease is over."""
+        """A name returned: the same session is alive after all; another one waits for the old one's lease to expire."""
         if name in self.gone:
             if self.gone[name].session == session:
                 del self.gone[name]
@@ -422,10 +418,10 @@ class QuorumState:
                 self._amend(name, certain=True, stopped=False)
 
     def _wait_for_lease(self, name: str, session: str, node: str) -> None:
-        """One process per name: another session may be a member when the old one cannot commit any more.
+        """One process per name: a new session may become a member once the old one can no longer commit.
 
-        A silent one may, for presume_dead_s. One on the same node whose connection was closed is dead: its agent
-        starts the next only then.
+        A silent process can commit for presume_dead_s. A process of the same node whose connection was closed is dead:
+        its agent starts the next one only then.
         """
         gone = self.gone.get(name)
         if gone is None or gone.certain or gone.session == session or (gone.closed and gone.node == node):
@@ -437,7 +433,7 @@ class QuorumState:
         return [at for at in self.losses.get(name, ()) if now - at < self.options.flap_window_s]
 
     def _cool(self, now: float, name: str) -> None:
-        """Back-off of a replica that was lost too often of late."""
+        """Backs off a replica that was lost too often recently."""
         options = self.options
         over = len(self._recent_losses(now, name)) - options.flap_limit
         if over > 0:
@@ -445,7 +441,7 @@ class QuorumState:
             self.replicas[name].cooling_until = now + pause
 
     def _index(self, name: str) -> None:
-        """Makes the indexes true for one name."""
+        """Updates the indexes for one name."""
         replica = self.replicas.get(name)
         if replica is not None and (replica.observer or replica.unfit or name in self.evicted):
             replica = None
@@ -453,16 +449,16 @@ class QuorumState:
             self.cooling[name], replica = replica.cooling_until, None
         else:
             self.cooling.pop(name, None)
-        # from here on: None when it cannot be a member just now
+        # `replica` is None from here on when it cannot be a member now
         asker = replica if replica is not None and replica.asking is not None else None
         idle = replica is not None and asker is None
-        veteran = replica is not None and self._sessions.get(name) == replica.session
-        veteran = veteran and name not in self.departed
+        member = replica is not None and self._sessions.get(name) == replica.session
+        member = member and name not in self.departed
         _keep(self.asking, name, asker)
-        _keep(self.requesting_members, name, asker if veteran else None)
+        _keep(self.requesting_members, name, asker if member else None)
         _put(self.idle, name, idle)
-        _put(self.continuing, name, veteran)
-        _put(self.continuing_not_asking, name, veteran and idle)
+        _put(self.continuing, name, member)
+        _put(self.continuing_not_asking, name, member and idle)
         gone = self.gone.get(name)
         _put(self.silent, name, gone is not None and not gone.certain)
         _put(self.finishers, name, gone is not None and gone.finished)
@@ -472,7 +468,7 @@ def _keep(index: dict[str, Replica], name: str, replica: Replica | None) -> None
     if replica is None:
         index.pop(name, None)
     elif index.get(name) is not replica:
-        index.pop(name, None)  # another life of the name asks later than the first did
+        index.pop(name, None)  # a restarted replica joins later than its earlier process did
         index[name] = replica
 
 

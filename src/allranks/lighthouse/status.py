@@ -1,4 +1,4 @@
-"""What the lighthouse shows (a snapshot of everything, the events of its history) and what it keeps. Plain frozen data."""
+"""The lighthouse's snapshot, its events, and the state that it saves. Plain frozen data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class StatusEvent:
     """One thing that happened. `kind`: connected, returned, lost, left, finished, refused, evicted, let_in, quorum,
     waiting, incident, collect, leader, unreachable."""
 
-    at: float  # Unix time, for people only
+    at: float  # Unix time, for display only
     kind: str
     text: str
     replica: str = ""
@@ -31,7 +31,7 @@ class ReplicaStatus:
     progress: int
     idle_s: float
     health: str
-    heard_s: float  # seconds since the last sign of life
+    heard_s: float  # seconds since it was last heard
     address: str
     ranks: int  # connected ranks
 
@@ -46,17 +46,17 @@ class TrainingStatus:
     steps_per_s: float | None = None  # None: not known, or no step is made
     stalled_s: float = 0.0  # since the last step, when that is unusually long
     members: int = 0
-    replicas: int = 0  # those there and those missed
+    replicas: int = 0  # connected and missing
     word: str = ""  # the state in one word (model/job_state.py: StateLine)
     calls: int = 0  # finished by all ranks, of a script without step marks
     calls_per_s: float | None = None
-    tokens_per_s: float | None = None  # None: the script does not say how many a step has, or no step is made
-    mfu: float | None = None  # the share of the GPUs' peak; None: operations or peak are not known
+    tokens_per_s: float | None = None  # None: the script does not report tokens, or no step is made
+    mfu: float | None = None  # share of the GPUs' peak; None: operations or peak are not known
 
 
 @dataclass(frozen=True)
 class Departed:
-    """A replica that is gone and has not come back."""
+    """A replica that departed and has not returned."""
 
     replica: str
     kind: str  # lost | left | evicted | finished
@@ -75,18 +75,18 @@ class Status:
     leader: str
     epoch: int
     number: int
-    reason: str  # why there is this quorum, or why there is none yet
-    waiting: str  # why no new quorum is formed although somebody asks; ""
+    reason: str  # why this quorum was formed, or why there is none yet
+    waiting: str  # why no new quorum is formed although a replica joined; "": none joined
     quorum: Quorum | None
     replicas: tuple[ReplicaStatus, ...]
-    lost: dict[str, str]  # members of the last quorum that are gone before they had finished -> why
+    lost: dict[str, str]  # members of the last quorum that departed before they finished -> why
     evicted: dict[str, str]
     history: tuple[StatusEvent, ...]
     incidents: tuple[PublishedIncident, ...]
     up_s: float
     slept_s: float
     connections: int
-    over: bool = False  # the training has ended; who asks now is late
+    over: bool = False  # the training has finished; a replica that joins now is late
     events: dict[str, int] = field(default_factory=dict)  # how many of each kind since the start
     job: str = ""
     version: str = ""
@@ -96,10 +96,11 @@ class Status:
 
 @dataclass(frozen=True)
 class PersistedState:
-    """What must survive a lighthouse: kept in etcd before anybody hears of it. `number` may be above the quorum's: it was given out for one that came to nothing."""
+    """What must survive a lighthouse: saved in etcd before it is announced. `number` may be above the quorum's, if it
+    was used for a quorum that became void."""
 
     epoch: int = 0
     number: int = 0
     quorum: Quorum | None = None
     evicted: dict[str, str] = field(default_factory=dict)  # name -> reason
-    finished: tuple[str, ...] = ()  # members of the quorum whose training is over
+    finished: tuple[str, ...] = ()  # members of the quorum that completed their training

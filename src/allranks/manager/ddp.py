@@ -1,12 +1,12 @@
-"""Data parallelism over replicas: gradient buckets reduced beside the backward, repeated when a member goes.
+"""Data parallelism over replicas: gradient buckets are reduced during the backward, and again after a member was lost.
 
-Runs in a rank. Parameters are put into buckets in reverse order, the same in every process and every step (no
-rebuilding: a replica that joined a moment ago must cut its gradients as the others do). A bucket is reduced as
-soon as its last gradient is there. `param.grad` keeps the local gradient until the whole backward has been
-reduced: when a member dies in between, the survivors reduce once more among themselves and lose nothing.
+Runs in a rank. Parameters are put into buckets in reverse order, the same in every process and every step (never
+rebuilt: a new replica must form the same buckets as the others). A bucket is reduced as soon as its last gradient is
+ready. `param.grad` keeps the local gradient until the whole backward has been reduced: if a member dies in between, the
+survivors reduce once more among themselves and lose nothing.
 
-A replica that heals beside its first step gives zeros. When its backward returns, its state is whole and its gradients
-are the others': clipping and unscaling do there what they do.
+A replica that heals during its first step contributes zeros. When its backward returns, its state is complete and it
+has the reduced gradients, so clipping and unscaling work as on the other replicas.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from allranks.manager.work import ManagedWork
 from allranks.torch_private import after_backward, copy_all
 
 _FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early; as torch's DDP
-_LARGE_BYTES = 64 << 10  # gradients of this size are worth a call each
+_LARGE_BYTES = 64 << 10  # larger gradients get a call each
+#: Options of torch's DDP that are accepted and change nothing.
 _IGNORED = {
     "device_ids",
     "output_device",
@@ -46,37 +47,36 @@ _IGNORED = {
 
 @dataclass(eq=False)
 class Bucket:
-    """Some parameters and the flat buffer in which their gradients travel, and behind them a mark for each: who has one.
+    """Some parameters, and a flat buffer for their gradients, followed by one mark each: how many replicas have one.
 
-    The first bucket also has a mark for each bucket of `frozen`: whether some replica needs it reduced in this step.
-    An embedding with sparse gradients has a mark for each row that it has used.
+    The first bucket also has a mark for each bucket of `frozen`: whether a replica needs it reduced in this step. An
+    embedding with sparse gradients has a mark for each row that it has used.
     """
 
     parameters: list[nn.Parameter]
     buffer: torch.Tensor | None = None
     slices: list[torch.Tensor] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)  # addresses of the slices
-    absent: list[int] = field(default_factory=list)  # parameters to which we have given no gradient
-    clean: bool = False  # nothing but zeros in the buffer
+    addresses: list[int] = field(default_factory=list)  # of the slices
+    absent: list[int] = field(default_factory=list)  # indexes of parameters without a local gradient
+    clean: bool = False  # the buffer is all zeros
     spent: list[torch.Tensor | None] = field(default_factory=list)  # local gradients that were reduced
-    missing: int = 0  # gradients not yet there in this backward
+    missing: int = 0  # gradients still to come in this backward
     work: ManagedWork | None = None
     frozen: list[Bucket] = field(default_factory=list)
     sparse: frozenset[nn.Parameter] = frozenset()
-    rows: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # place -> the marks of its rows, in the buffer
+    # index of a sparse parameter -> the marks of its rows, in the buffer
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def fill(self, divisor: int) -> torch.Tensor:
         """Copies the local gradients (zeros where there are none), divided, into the flat buffer."""
         gradients = [None if (gradient := p.grad) is None else _dense(gradient) for p in self.parameters]
         if self._holds_any(gradients):
-            self.forget()  # gradients that add up over steps or backwards: the reduction must not touch them
+            self.forget()  # gradients that accumulate lie in the buffer: the reduction must not change them
         buffer = self._allocate()
         self.clean = False
         self.spent.clear()
         local = [gradient for gradient in gradients if gradient is not None]
-        self.absent = [place for place, gradient in enumerate(gradients) if gradient is None]
+        self.absent = [index for index, gradient in enumerate(gradients) if gradient is None]
         present = self.slices
         if len(local) < len(gradients):
             present = []
@@ -114,39 +114,39 @@ class Bucket:
 
     def _holds_any(self, gradients: list[torch.Tensor | None]) -> bool:
         return any(
-            gradient is not None and place and gradient.data_ptr() == place
-            for gradient, place in zip(gradients, self.places, strict=False)
+            gradient is not None and address and gradient.data_ptr() == address
+            for gradient, address in zip(gradients, self.addresses, strict=False)
         )
 
     def empty(self) -> torch.Tensor:
-        """The buffer with nothing in it: what a replica gives that does not take part."""
+        """The buffer with zeros, the contribution of a replica that does not participate."""
         self.prepare()
-        self.clean = False  # others will put in what they have
+        self.clean = False  # the reduction adds the others' gradients
         self.absent = list(range(len(self.parameters)))
         assert self.buffer is not None
         return self.buffer
 
     def prepare(self) -> None:
-        """Touches the memory, so that the first step, for which others may wait, need not."""
+        """Touches the memory before the first step, for which others may wait."""
         buffer = self._allocate()
         if not self.clean:
             buffer.zero_()
             self.clean = True
 
     def forget(self) -> None:
-        """Takes a new buffer next time: an operation that was given up may still hold the old one."""
+        """Drops the buffer: an abandoned operation may still use it."""
         self.buffer = None
         self.clean = False
         self.slices.clear()
-        self.places.clear()
+        self.addresses.clear()
         self.rows.clear()
 
     def spread(self) -> None:
-        """The reduced gradients become `param.grad`, where they lie: no copy. Where nobody has one there is none: an optimizer
-        leaves such a parameter as it is, and would let one with a gradient of zeros decay.
+        """Makes slices of the buffer `param.grad`, without a copy. A parameter for which no replica has a gradient gets None:
+        an optimizer skips it, but would decay it with a gradient of zeros.
 
-        On the CPU the local ones are let go only when the next are there: freed all at once they would go back to
-        the kernel, to be faulted in again in every step.
+        On the CPU the local gradients are freed only when the next exist: freed all at once, their memory would go back to
+        the kernel and be faulted in again in every step.
         """
         if self.parameters[0].device.type == "cpu":
             self.spent = [p.grad for p in self.parameters]
@@ -156,9 +156,9 @@ class Bucket:
             )
         if self.absent and self.buffer is not None:
             marks = self._marks(self.buffer).tolist()
-            for place in self.absent:
-                if not marks[place]:
-                    self.parameters[place].grad = None
+            for index in self.absent:
+                if not marks[index]:
+                    self.parameters[index].grad = None
 
     def _allocate(self) -> torch.Tensor:
         if self.buffer is None:
@@ -173,19 +173,20 @@ class Bucket:
             for place, rows in tall.items():
                 self.rows[place] = self.buffer[offset : offset + rows]
                 offset += rows
-            self.places = [part.data_ptr() if part.numel() else 0 for part in self.slices]
+            self.addresses = [part.data_ptr() if part.numel() else 0 for part in self.slices]
         return self.buffer
 
 
 @dataclass(eq=False)
 class Backward:
-    """Where the backward of a wrapped module stands. Not in the module itself: setting a module's attribute is slow."""
+    """The backward of a wrapped module. Not in the module itself: setting a module's attribute is slow."""
 
     running: bool = False
-    warm: bool = False  # the first one loads kernels: collectives in flight would slow that down
+    # the first backward is done; it loads kernels, which collectives in flight would slow down
+    warm: bool = False
     reduced: bool = False  # this step's gradients have been reduced
-    next: int = 0  # bucket to be reduced next: always in order, in every replica
-    issuer: object = None  # names this one among the step's collectives
+    next: int = 0  # bucket to reduce next; in the same order on every replica
+    issuer: object = None  # identifies this backward's collectives
 
 
 class DistributedDataParallel(nn.Module):
@@ -245,7 +246,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only add up gradients; the next one outside reduces the sum."""
+        """Backwards inside only accumulate gradients; the next one outside reduces the sum."""
         before, self._synchronises = self._synchronises, False
         try:
             yield
@@ -265,7 +266,7 @@ class DistributedDataParallel(nn.Module):
         bucket.missing -= 1
         while backward.next < len(self._buckets) and self._buckets[backward.next].missing <= 0:
             if not backward.warm or not training.may_launch(training.attempt):
-                break  # the backward continues; its next gradient, or its end, launches what is due
+                break  # the next gradient, or the end of the backward, launches the bucket
             self._reduce_next()
 
     def _begin(self) -> None:
@@ -290,7 +291,7 @@ class DistributedDataParallel(nn.Module):
         return self._manager[0]._allreduce(buffer, dist.ReduceOp.SUM, self._backward.issuer)
 
     def _finish(self) -> None:
-        """At the end of the backward: what is left, then wait; once more if a member went; then write back."""
+        """At the end of the backward: reduces the remaining buckets, repeats all after a loss, then sets the gradients."""
         manager, backward = self._manager[0], self._backward
         backward.running, backward.warm = False, True
         attempt = manager.training.attempt
@@ -303,7 +304,7 @@ class DistributedDataParallel(nn.Module):
             for bucket in self._buckets:
                 bucket.forget()
             if any(issuer is not backward.issuer for issuer in attempt.issuers):
-                return  # other collectives of this step cannot be repeated: it fails
+                return  # other collectives of this step cannot be repeated: the step fails
             generation = manager.training.rebind(attempt, manager._patience_s)
             if generation is None:
                 return
@@ -328,20 +329,20 @@ class DistributedDataParallel(nn.Module):
         arrived = True
         for bucket in buckets:
             arrived = bucket.work is not None and bucket.work.wait() and arrived
-        return arrived and not self._manager[0].training.attempt.spoiled
+        return arrived and not self._manager[0].training.attempt.invalid
 
     def _reduce_missing(self) -> None:
-        """Before the vote: a step without a backward through this module still owes the others its part."""
+        """Before the vote: takes part in the reduction even if the step had no backward through this module."""
         backward = self._backward
         reduced, backward.reduced = backward.reduced, False
-        if not reduced and not self._manager[0].training.attempt.spoiled:
+        if not reduced and not self._manager[0].training.attempt.invalid:
             self._begin()
             self._finish()
             backward.reduced = False
 
 
 def _place_like(p: nn.Parameter) -> None:
-    """A sharded parameter's gradient may come as partial sums of its replica's ranks: it is placed as the parameter."""
+    """Redistributes a sharded parameter's gradient, which may be partial sums over ranks, like the parameter."""
     gradient = p.grad
     if type(gradient) is torch.Tensor or gradient is None:
         return
@@ -362,7 +363,7 @@ def _sparse_rows(part: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
 
 
 def _wrapped_like(p: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-    """As a DTensor where the parameter is one."""
+    """The gradient as a DTensor if the parameter is one."""
     if local_of(p) is p:
         return part
     from torch.distributed.tensor import DTensor
@@ -395,10 +396,10 @@ def cut(parameters: list[nn.Parameter], cap_bytes: int) -> list[Bucket]:
 
 
 def replicate(manager: Manager, model: nn.Module) -> nn.Module:
-    """For a model that is sharded inside each replica: averages its shards' gradients over the replicas. Returns the model.
+    """Averages the gradients of a model that is sharded inside each replica over the replicas. Returns the model.
 
-    FSDP2 reduces and scatters gradients inside the replica; each shard is then averaged with the same rank's shard of
-    the other replicas. All ranks of all replicas vote together, so either every shard of every replica moves, or none does.
+    FSDP2 reduces and scatters gradients inside the replica; each shard is then averaged with the same rank's shard of the
+    other replicas. All ranks of all replicas vote together, so either all shards are updated or none.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -1,11 +1,11 @@
-"""Replicas that train alone for some steps. Runs in a rank.
+"""LocalSGD and DiLoCo: replicas train separately for some local steps, then synchronise. Runs in a rank.
 
-LocalSGD takes the mean of the parameters. The truth is what the last committed synchronisation left (a copy is kept):
-that is what a replica that joins is given, never parameters in the middle of local steps.
+LocalSGD averages the parameters. A copy of the last committed average is kept: a joining replica gets this copy, never
+parameters in the middle of local steps.
 
-DiLoCo has an outer optimizer on the mean distance travelled. The model is cut into fragments that are synchronised in turn (streaming): a fragment's
-reduction starts, `fragment_sync_delay` local steps continue beside it, then the outer step is committed by vote.
-Each fragment keeps its global parameters: they are the state that heals, and what a failed commit falls back to.
+DiLoCo applies an outer optimizer to the mean change. The model is cut into fragments that are synchronised alternately
+(streaming): a fragment's reduction starts, `fragment_sync_delay` local steps continue meanwhile, then a vote commits the
+outer step. Each fragment keeps its global parameters, which are the state that heals and the fallback of a failed commit.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ T = TypeVar("T", bound="LocalSteps")
 
 
 class LocalSteps:
-    """A context manager around the training loop; hooks itself to the optimizer's `step`."""
+    """A context manager around the training loop; hooks into the optimizer's `step`."""
 
     def __init__(self, manager: Manager, optimizer: TorchOptimizer) -> None:
-        # Local steps change the parameters while a quorum would form beside them: every quorum is waited for.
+        # local steps change the parameters, so the training thread waits for every quorum
         manager.training.eager = False
         manager._volatile = True
         self.manager = manager
@@ -54,9 +54,9 @@ class LocalSteps:
 
 
 class LocalSGD(LocalSteps):
-    """Takes the mean of the parameters after every `sync_every` local steps.
+    """Averages the parameters after every `sync_every` local steps.
 
-    The user's own state functions may carry the inner optimizer; the parameters are carried by this class.
+    This class registers the parameters as state; the inner optimizer may be in the user's own state functions.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LocalSGD(LocalSteps):
         manager.sums.kept.append(lambda: self._synced)
 
     def sync(self) -> bool:
-        """Takes the mean over all members; False when it was not committed (local work is kept and retried)."""
+        """Averages over all members; False when that was not committed (local steps are kept, and it is tried again)."""
         self.local_step = 0
         self.manager.start_quorum()
         means = {name: p.detach().clone() for name, p in self.model.named_parameters()}
@@ -107,7 +107,7 @@ log = logging.getLogger("allranks.manager")
 
 @dataclass(eq=False)
 class Fragment:
-    """Some parameters, their global values, and the outer optimizer that moves them."""
+    """Some parameters, their global values, and the outer optimizer that updates them."""
 
     module: nn.Module
     outer: TorchOptimizer
@@ -118,14 +118,13 @@ class Fragment:
     works: list[ManagedWork] = field(default_factory=list)
 
     def keep(self) -> None:
-        """The parameters as they are now become the global ones."""
         self.globals = {
             name: p.detach().to(self.device or p.device, copy=True)
             for name, p in self.module.named_parameters()
         }
 
     def start(self, manager: Manager) -> None:
-        """Starts the mean of (global - local) over the members."""
+        """Starts averaging (global - local) over the members."""
         self.distances = {
             name: self.globals[name].to(p.device) - p.detach() for name, p in self.module.named_parameters()
         }
@@ -139,7 +138,7 @@ class Fragment:
         self.works = []
 
     def apply(self) -> None:
-        """The outer step from the global parameters, then a mix of the new global and the local ones."""
+        """Makes the outer step from the global parameters, then mixes the new global and the local ones."""
         local = {name: p.detach().clone() for name, p in self.module.named_parameters()}
         self.restore()
         before = {name: p.grad for name, p in self.module.named_parameters()}
@@ -155,7 +154,7 @@ class Fragment:
         self.distances = {}
 
     def restore(self) -> None:
-        """Local parameters become the global ones."""
+        """Sets the local parameters to the global ones."""
         with torch.no_grad():
             for name, p in self.module.named_parameters():
                 p.copy_(self.globals[name])
@@ -164,7 +163,7 @@ class Fragment:
         return {"globals": dict(self.globals), "outer": self.outer.state_dict()}
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """What all members hold alike between two exchanges: the global parameters and the outer optimizer's state."""
+        """The state that is equal on all members between two exchanges: global parameters and the outer optimizer's state."""
         found = dict(self.globals)
         for name, p in self.module.named_parameters():
             for key, value in self.outer.state.get(p, {}).items():
@@ -180,9 +179,9 @@ class Fragment:
 
 
 class DiLoCo(LocalSteps):
-    """A context manager around the training loop; hooks itself to `inner_optimizer.step`.
+    """A context manager around the training loop; hooks into `inner_optimizer.step`.
 
-    `pin_memory`, `use_bucketization` and `bucket_cap_mb` are accepted for torchft's sake and change nothing.
+    `pin_memory`, `use_bucketization` and `bucket_cap_mb` are accepted, as by torchft, and change nothing.
     """
 
     def __init__(
@@ -232,7 +231,7 @@ class DiLoCo(LocalSteps):
             self._end()
 
     def _begin(self) -> None:
-        """Whose turn it is follows from the committed steps: every member agrees, also one that just healed."""
+        """Starts the next fragment, which follows from the committed steps: all members agree, even after healing."""
         self.manager.start_quorum()
         self._moving = self.fragments[self.manager.current_step() % len(self.fragments)]
         self._moving.start(self.manager)
@@ -250,7 +249,7 @@ class DiLoCo(LocalSteps):
 
 
 def _check(count: int, outers: Sequence[TorchOptimizer], every: int, delay: int, alpha: float) -> None:
-    """Raises ConfigurationError for what does not fit the number of fragments."""
+    """Raises ConfigurationError for options that do not fit the number of fragments."""
     if len(outers) != count:
         raise ConfigurationError(f"{count} fragments need as many outer optimizers or one")
     if count > 1 and len(set(map(id, outers))) != count:

@@ -1,10 +1,10 @@
-"""Do all replicas hold the same state? Checksums of parameters and optimizer state, compared in the votes.
+"""Checks that all replicas hold the same state: checksums of parameters and optimizer state, compared in the votes.
 
-Runs in a rank. Every `every` steps each rank sums the bits of every parameter and of every tensor of the optimizer's
-state, beside the step: on a GPU on a stream of its own, on a CPU in a thread. The vote that ends the step carries a
-digest of the sum; when digests differ the sums of each tensor follow, so that every member can name the replica that
-differs and the first tensor in which it does. Learning rates, loss scales and the position of samplers are part of every vote.
-Buffers (batch-norm statistics) and random generators may differ between replicas and are left out.
+Runs in a rank. Every `every` steps each rank sums the bits of all parameters and optimizer tensors while the step runs: on
+a GPU on a separate stream, on a CPU in a thread. The vote that ends the step carries a digest of the sum; if digests
+differ, the sums of each tensor follow, so that every member can name the differing replica and tensor. Every vote also
+covers learning rates, loss scales and the position of samplers. Buffers (batch-norm statistics) and random generators may
+differ between replicas and are left out.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class HasState(Protocol):
 
 @dataclass(frozen=True)
 class Difference:
-    """Members whose values differ from the majority's; all of them when there is no majority."""
+    """Voters whose values differ from the majority's; all of them without a majority."""
 
-    places: tuple[int, ...]  # of the voters that differ
-    majority: tuple[int, ...]  # of those that agree; () when no more than half do
+    places: tuple[int, ...]  # voters that differ
+    majority: tuple[int, ...]  # voters that agree; () when at most half do
 
 
 def find_difference(values: Sequence[int], groups: Iterable[Sequence[int]]) -> Difference | None:
-    """Compares the values of the voters of each group; 0 stands for "not computed" and differs from nothing."""
+    """Compares the values of the voters of each group; ignores 0, which means "not computed"."""
     if len(set(values)) == 1:  # nearly every vote
         return None
     differ: list[int] = []
@@ -73,7 +73,7 @@ def first_difference(own: Sequence[int], other: Sequence[int], names: Sequence[s
 
 @dataclass(frozen=True)
 class StateFinding:
-    """What the digests of a vote show."""
+    """The result of comparing the digests of a vote."""
 
     sentence: str
     replicas: tuple[str, ...]  # that differ
@@ -82,12 +82,12 @@ class StateFinding:
 
 @dataclass(eq=False)
 class CorruptionHistory:
-    """Which replicas differed from a majority in this job, and on which host: twice is not an accident."""
+    """Which replicas differed from a majority in this job, and on which host."""
 
     _steps: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
     def repeated(self, found: StateFinding, quorum: Quorum, step: int) -> dict[str, str]:
-        """Notes what was found; replica -> reason for those that should go."""
+        """Records a finding; returns replica -> reason for those that differed before and should be evicted."""
         reasons = {}
         for name in found.replicas if found.healable else ():
             member = quorum.member(name)
@@ -104,14 +104,14 @@ class CorruptionHistory:
 
 @dataclass(eq=False)
 class StateSums:
-    """What is summed, and the sums of the current step. All methods run on the training thread."""
+    """The state that is summed, and the sums of the current step. All methods run on the training thread."""
 
     every: int = EVERY_STEPS
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    # schedulers, scalers, samplers: state_dict() is compared
+    # schedulers, scalers, samplers: compares state_dict()
     small: dict[str, HasState] = field(default_factory=dict)
-    # what LocalSGD and DiLoCo keep of the last exchange
+    # the state that LocalSGD and DiLoCo keep from the last exchange
     kept: list[Callable[[], Mapping[str, torch.Tensor]]] = field(default_factory=list)
     corruption: CorruptionHistory = field(default_factory=CorruptionHistory)
     _running: _Summing | None = None
@@ -121,15 +121,15 @@ class StateSums:
         return self.every > 0 and step > 0 and step % self.every == 0
 
     def begin(self) -> None:
-        """Starts to sum the state as it is now; it must not change before `finish`."""
+        """Starts to sum the current state, which must not change before `finish`."""
         self._running = _Summing([local_of(tensor) for _, _, tensor in self._tensors()])
 
     def forget(self) -> None:
-        """The state was replaced meanwhile."""
+        """Drops a running sum: the state was replaced."""
         self._running = None
 
     def finish(self) -> int:
-        """The digest of the sum, never 0; begins now if that was not done."""
+        """The digest of the sum, never 0; sums now if `begin` was not called."""
         if self._running is None:
             self.begin()
         assert self._running is not None
@@ -141,7 +141,7 @@ class StateSums:
         return [int(sum_bits([local_of(tensor)])) for _, _, tensor in self._tensors()]
 
     def compare(self, generation: Generation, tally: Tally, step: int) -> StateFinding | None:
-        """Compares the digests of a vote and logs what differs; raises GroupAborted."""
+        """Compares the digests of a vote and logs differences; raises GroupAborted."""
         small = self.examine_small(generation, tally, step)
         if small and not generation.reported:
             log.error("%s; is a scheduler or scaler missing in Manager(state=[...])?", small)
@@ -152,7 +152,7 @@ class StateSums:
         return found
 
     def examine(self, generation: Generation, tally: Tally, step: int) -> StateFinding | None:
-        """Who differs after this vote, and where. Every member comes to the same result; raises GroupAborted."""
+        """Which replicas differ after this vote, and where. Every member gets the same result; raises GroupAborted."""
         found = find_difference(tally.state, generation.counterparts) if tally.state else None
         if found is None:
             return None
@@ -163,18 +163,18 @@ class StateSums:
         if found.majority:
             sentence, end = f"step {step}: the state of {who} {verb} from that of the other replicas", ""
         else:
-            sentence, end = f"step {step}: the states of {who} differ", "; nobody can tell which is right"
+            sentence, end = f"step {step}: the states of {who} differ", "; there is no majority"
         try:
-            theirs, others = generation.exchange_sums(self.of_each(), (odd, other))
-        except GroupAborted:  # a member has gone after its vote: perhaps this was its last step
+            sums = generation.votes.exchange_sums(self.of_each())
+        except GroupAborted:  # a member left after its vote, perhaps because this was its last step
             log.error("%s%s", sentence, end)
             raise
-        where = first_difference(theirs, others, self.names)
+        where = first_difference(sums[odd], sums[other], self.names)
         healable = bool(found.majority) and 2 * len(replicas) < len(generation.quorum.members)
         return StateFinding(f"{sentence}, first in {where}{end}", replicas, healable)
 
     def examine_small(self, generation: Generation, tally: Tally, step: int) -> str:
-        """A sentence when learning rates and the like differ; else ""."""
+        """A sentence if learning rates, loss scales or sampler positions differ; else ""."""
         found = find_difference(tally.small, generation.counterparts) if tally.small else None
         if found is None:
             return ""
@@ -184,7 +184,7 @@ class StateSums:
         )
 
     def small_state(self) -> dict[str, object]:
-        """Learning rates, and what the small objects say of themselves: in plain values."""
+        """Learning rates, and the plain values in the state of the small objects."""
         found: dict[str, object] = {}
         for index, optimizer in enumerate(self.optimizers):
             found[f"learning rates {index}"] = [float(group["lr"]) for group in optimizer.param_groups]
@@ -195,12 +195,12 @@ class StateSums:
         return found
 
     def small_digest(self) -> int:
-        """Of `small_state`; never 0."""
+        """The digest of `small_state`; never 0."""
         return _digest(repr(self.small_state()).encode())
 
     @property
     def names(self) -> list[str]:
-        """Of what is summed, in the order of the sums."""
+        """The names of the summed tensors, in order."""
         of: dict[torch.Tensor, str] = {}
         for optimizer in self.optimizers:
             for group, parameters in enumerate(optimizer.param_groups):
@@ -212,7 +212,7 @@ class StateSums:
         return [f"{key} of {name}" if key and name else key or name for key, name in found]
 
     def _tensors(self) -> list[tuple[str, torch.Tensor | None, torch.Tensor]]:
-        """(what it is, "" for a parameter itself; the parameter; the tensor)"""
+        """(name of the optimizer's or kept tensor, "" for a parameter; the parameter; the tensor)"""
         found: list[tuple[str, torch.Tensor | None, torch.Tensor]] = []
         found += [(name, None, tensor) for kept in self.kept for name, tensor in kept().items()]
         found += [("", p, p) for module in self.modules for p in module.parameters()]
@@ -232,10 +232,10 @@ def _replicas(generation: Generation, places: Sequence[int]) -> tuple[str, ...]:
 
 
 class _Summing:
-    """The sum of the bits of tensors, computed beside the training.
+    """The sum of the bits of tensors, computed during the step.
 
-    Device kernels are launched here, on the training thread before the step's first collective: loading a kernel while
-    a collective waits for other members could stop both.
+    Launches device kernels at once, on the training thread before the step's first collective: loading a kernel while a
+    collective waits for other members could deadlock.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -261,7 +261,7 @@ class _Summing:
 def _launch(
     device: torch.device, tensors: list[torch.Tensor]
 ) -> tuple[torch.cuda.Event | None, torch.Tensor]:
-    """(when it has arrived, the sum in this machine's memory)"""
+    """(event of the copy, the sum in host memory)"""
     if device.type != "cuda":
         return None, sum_bits(tensors).cpu()
     stream = _streams.setdefault(device, torch.cuda.Stream(device))
@@ -277,9 +277,8 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def sum_bits(tensors: Iterable[torch.Tensor], copied_bytes: int = _COPIED_BYTES) -> torch.Tensor:
-    """Changes with every single bit of the tensors, which are of one device. Their words are summed with as few kernels as
-    possible: launching is what costs. Many are copied into one block; one that is larger than half of `copied_bytes` is
-    summed where it lies."""
+    """A sum that changes with every bit of the tensors, which are on one device. Uses few kernels, since launching them is
+    the main cost: small tensors are copied into blocks; a tensor larger than half of `copied_bytes` is summed in place."""
     found: list[torch.Tensor] = []
     blocks: dict[torch.dtype, list[torch.Tensor]] = {}
     room: Counter[torch.dtype] = Counter()
@@ -298,7 +297,7 @@ def sum_bits(tensors: Iterable[torch.Tensor], copied_bytes: int = _COPIED_BYTES)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor as words, the largest that it and its place in memory are whole numbers of."""
+    """The bits of a tensor as the largest words that divide its size and offset."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     at = flat.numel() | flat.storage_offset()
     return flat.view(next(dtype for dtype in _WORDS if at % dtype.itemsize == 0))

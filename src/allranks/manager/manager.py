@@ -1,9 +1,9 @@
-"""The manager: a user's training script adds one, wraps its model and its optimizer, and survives failures.
+"""The manager: a training script makes one, wraps its model and optimizer, and survives failures.
 
-Runs in every rank. `start_quorum` opens a step, `allreduce` averages over those who take part, `should_commit`
-closes it with a vote. In the steady state no lighthouse is asked; members come and go at step boundaries, which
-all members learn from the vote. When a member dies, the lighthouse's push (or the closed socket) ends the
-pending collective, a new group is made beside the running computation, and the step continues or is tried again.
+Runs in every rank. `start_quorum` opens a step, `allreduce` averages over the participants, `should_commit` closes the
+step with a vote. A steady training does not use the lighthouse; members join at step boundaries, which all members
+learn from the vote. When a member dies, the lighthouse's notice (or the closed socket) ends the pending collective, a
+new group is made while the computation runs, and the step continues or is tried again.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ log = logging.getLogger("allranks.manager")
 
 
 class Manager:
-    """Names and meanings follow torchft's Manager. The constructor only stores; `start_quorum` connects.
+    """Names and meanings follow torchft's Manager. The constructor does not connect; `start_quorum` does.
 
-    `state`: what a joining replica takes over, see docs/understand/replicas.md; `load_state_dict` and `state_dict` are two functions
-    that do the same. Times are seconds or a timedelta; what is None comes from the environment, else from ManagerOptions.
+    `state`: the state that a joining replica loads, see docs/understand/replicas.md; or pass the functions `load_state_dict`
+    and `state_dict`. Times are seconds or a timedelta; None means the environment, else the default of ManagerOptions.
     """
 
     def __init__(
@@ -82,8 +82,9 @@ class Manager:
         self._wrapped: list[torch.nn.Module] = []
         self._opened: ManagerResources | None = None
         self._failures = 0
-        self._settled: torch.cuda.Event | None = None  # once it has passed on the GPU, the state is whole
-        self._volatile = False  # the state changes between commits: offers must be copies
+        # when it has completed on the GPU, the state is complete
+        self._settled: torch.cuda.Event | None = None
+        self._volatile = False  # the state changes between commits, so an offer must be a copy
         self._opening = threading.Lock()
         self.training.eager = self.options.world_size == 1
         self.sums = StateSums(self.options.check_every)
@@ -94,7 +95,7 @@ class Manager:
     # ---- state ----
 
     def register_state_dict_fn(self, key: str, load: LoadFunction, save: SaveFunction) -> None:
-        """Adds a part of the state that healing carries over. `save` must not communicate."""
+        """Adds a part of the state that healing transfers. `save` must not communicate."""
         self.registered.functions[key] = (load, save)
 
     def set_state_dict_fns(self, load_state_dict: LoadFunction, state_dict: SaveFunction) -> None:
@@ -110,22 +111,22 @@ class Manager:
         self.training.load_state_dict(state_dict)
 
     def _read_state(self) -> dict[str, object]:
-        """From any thread, while nothing changes the state: also on the device, where the last step may still run."""
+        """Reads the state, from any thread, once neither the training thread nor the device changes it."""
         if self._settled is not None:
             self._settled.synchronize()
         with self.training.reading(self.options.timeout_s):
             return {"user": self.registered.save(), "manager": self.state_dict()}
 
     def _is_sharded(self) -> bool:
-        """Whether FSDP2 shards the model: its state_dict() inside a forward, from another thread, takes the parameters away."""
+        """Whether FSDP2 shards the model: calling state_dict() from another thread during a forward breaks the forward."""
         return any(local_of(one) is not one for one in flatten(self.registered.save()).tensors.values())
 
-    def _moving_places(self) -> frozenset[int]:
-        """Where a forward may write: buffers of the wrapped modules."""
+    def _buffer_addresses(self) -> frozenset[int]:
+        """Addresses of the wrapped modules' buffers, to which a forward may write."""
         return frozenset(buffer.data_ptr() for module in self._wrapped for buffer in module.buffers())
 
     def allow_state_dict_read(self) -> None:
-        """torchft's lock around state reads. Here the state is read only while nothing changes it."""
+        """torchft's lock around state reads; not needed here, where reads wait until the state is stable."""
 
     def disallow_state_dict_read(self) -> None:
         """See allow_state_dict_read."""
@@ -140,7 +141,7 @@ class Manager:
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: Seconds | None = None
     ) -> None:
-        """Opens a step. In the steady state this does nothing but note it."""
+        """Opens a step."""
         opened = self._open()
         opened.regrouper.shrink_only = shrink_only
         first = self.training.generation is None
@@ -153,17 +154,17 @@ class Manager:
         self._after_first_step()
         if self.sums.is_due(self.training.step):
             self.sums.begin()
-        record.step(self.training.step)  # the progress mark: it distinguishes a hang from slowness
+        record.step(self.training.step)  # the progress mark, which distinguishes a hang from slowness
         wait = not self.options.use_async_quorum or not self.training.eager
         if not self.training.eager:
-            opened.regrouper.inside.agree_on_group(self.training, self._must_load, self.wait_quorum)
+            opened.regrouper.rendezvous.agree_on_group(self.training, self._must_load, self.wait_quorum)
         elif first and not wait and self.training.park_until_invited(self._patience_s):
-            log.debug("the members prepare a group with us: the first step begins without it")
+            log.debug("the members are preparing a group with this replica: the first step begins without it")
         elif first or wait or self._must_load(self.training.generation):
             self.wait_quorum()
 
     def wait_quorum(self) -> None:
-        """Blocks until the group is there and, when this replica must heal first, until it has."""
+        """Blocks until the group is ready and, if this replica must heal first, until it has healed."""
         generation = self.training.park(self._patience_s)
         while self._must_load(generation) and not self._load_healed(generation):
             generation = self.training.park(self._patience_s)
@@ -174,7 +175,7 @@ class Manager:
         should_quantize: bool = False,
         reduce_op: dist.ReduceOp = dist.ReduceOp.AVG,
     ) -> ManagedWork:
-        """Averages (or sums) in place over those who take part. A failure fails the step, see should_commit."""
+        """Averages (or sums) in place over the participants. A failure fails the step, see should_commit."""
         return self._allreduce(tensor, reduce_op, issuer=object())
 
     def _allreduce(self, tensor: torch.Tensor, reduce_op: dist.ReduceOp, issuer: object) -> ManagedWork:
@@ -211,7 +212,7 @@ class Manager:
     def should_commit(self, timeout: Seconds | None = None) -> bool:
         """Closes the step: True when every member holds the same gradients, so that all apply them.
 
-        After True the caller applies the step; `step_applied` (or the next start_quorum) says that it has.
+        After True the caller applies the step, then calls `step_applied` (or the next start_quorum).
         """
         attempt = self._opened_attempt()
         for hook in self._before_vote:
@@ -224,12 +225,12 @@ class Manager:
         return committed
 
     def step_applied(self) -> None:
-        """The optimizer has changed the parameters: nothing changes the state any more."""
+        """The optimizer has updated the parameters: the state is stable."""
         self._mark_settled()
         self.training.end_step()
 
     def report_error(self, error: Exception) -> None:
-        """Makes this step fail everywhere: we vote against it."""
+        """Makes this step fail on all replicas: this rank votes against it."""
         self.training.attempt.error = error
 
     def errored(self) -> Exception | None:
@@ -237,23 +238,23 @@ class Manager:
         attempt = self.training.attempt
         if attempt.error is not None:
             return attempt.error
-        return ManagerError(attempt.spoiled) if attempt.spoiled else None
+        return ManagerError(attempt.invalid) if attempt.invalid else None
 
     def wrap_future(
         self, fut: torch.futures.Future[object], default: object, timeout: Seconds | None = None
     ) -> torch.futures.Future[object]:
-        """A future that holds `default` when `fut` fails or takes longer than `timeout`; that fails the step."""
+        """A future that returns `default` if `fut` fails or takes longer than `timeout`, which fails the step."""
         limit_s = self.options.timeout_s if timeout is None else seconds(timeout)
         return result_or_default(fut, default, limit_s, self.report_error)
 
-    # ---- questions ----
+    # ---- queries ----
 
     def current_step(self) -> int:
         """How many steps this state has."""
         return self.training.step
 
     def batches_committed(self) -> int:
-        """Steps times those who took part in each."""
+        """The number of participants, summed over all committed steps."""
         return self.training.batches
 
     def num_participants(self) -> int:
@@ -262,19 +263,18 @@ class Manager:
         return len(generation.participants) if generation is not None else 0
 
     def participating_rank(self) -> int | None:
-        """Our place among those who take part; None when we do not."""
+        """This replica's index among the participants; None when its gradients do not count."""
         generation = self.training.bound(self._patience_s)
         if generation is None or not generation.participates:
             return None
         return generation.participants.index(generation.index)
 
     def is_participating(self) -> bool:
-        """Whether our gradients count in this step."""
-        generation = self.training.bound(self._patience_s)
-        return generation is not None and generation.participates
+        """Whether this replica's gradients count in this step."""
+        return self.participating_rank() is not None
 
     def replica_id(self) -> str:
-        """The name of our replica."""
+        """This replica's name."""
         return self.options.replica_id
 
     def quorum_id(self) -> int:
@@ -285,13 +285,13 @@ class Manager:
     # ---- end ----
 
     def finish(self) -> None:
-        """The training is finished, for the whole job: a replica that comes later trains nothing and exits with 0."""
+        """The training of the whole job is finished: a replica that joins later exits with 0."""
         self._close("finished", finished=self.training.step > 0)
 
     def shutdown(self, wait: bool = True, reason: str = "") -> None:
-        """Leaves in good order: the others continue at once, without an error. Any number of times.
+        """Leaves cleanly, so that the others continue at once. May be called several times.
 
-        Without a reason, and outside of an exception's handling, it means `finish`, as at the end of a script.
+        Without a reason, and not while an exception is handled, it means `finish`, as at the end of a script.
         """
         if reason or sys.exc_info()[0] is not None:
             self._close(reason or "left", finished=False)
@@ -308,7 +308,7 @@ class Manager:
             self._leave()
 
     def _leave(self) -> None:
-        """The script ended without `shutdown`, perhaps by an exception: it has not finished."""
+        """The script ended without `shutdown`, so it has not finished."""
         self._close("left", finished=False)
 
     def _close(self, reason: str, finished: bool) -> None:
@@ -321,10 +321,8 @@ class Manager:
             self.training.changed.notify_all()
         atexit.unregister(self._leave)
         end_compile_workers()
-        record.announce("leaving", up_to_s=15.0)  # the end of a program takes its time
+        record.announce("leaving", up_to_s=15.0)  # the exit may take some time
         opened.close(reason, finished)
-
-    # ---- inside ----
 
     @property
     def _patience_s(self) -> float:
@@ -337,13 +335,13 @@ class Manager:
                 if self.training.closing:
                     raise ManagerError("this manager was shut down")
                 opened = ManagerResources(self.options, self.training, self.group, self.registered, self.sums)
-                live = LiveState(self._read_state, self._moving_places, lambda: self._volatile)
+                live = LiveState(self._read_state, self._buffer_addresses, lambda: self._volatile)
                 self._opened = opened.start(live, lambda: bool(self._wrapped))
                 atexit.register(self._leave)
             return self._opened
 
     def _mark_settled(self) -> None:
-        """Everything that this thread has given to the GPU so far belongs to the state that stands."""
+        """Everything that this thread has launched on the GPU so far belongs to the current state."""
         if torch.cuda.is_initialized():
             self._settled = torch.cuda.Event()
             self._settled.record()
@@ -358,14 +356,14 @@ class Manager:
 
     def _group_failed(self, attempt: StepAttempt, generation: Generation, error: Exception) -> None:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        attempt.spoiled = attempt.spoiled or generation.broken or reason
+        attempt.invalid = attempt.invalid or generation.broken or reason
         if self.training.break_group(generation, f"a collective failed: {reason}"):
             log.info("quorum %d: a collective failed, requesting a new quorum", generation.number)
 
     def _wait_for_transfers(self, attempt: StepAttempt, generation: Generation) -> bool:
-        """Holds a collective back while it would wait for a state transfer: see Generation.holding.
+        """Delays a collective while a state transfer needs this rank: see Generation.holding.
 
-        On a GPU a collective that waits for others keeps every copy waiting as soon as a kernel must be loaded.
+        On a GPU a waiting collective blocks every copy as soon as a kernel must be loaded.
         """
         self.training.times.mark_first("collectives held back by healing")
         late = self.training.wait_for_transfers(attempt, generation, self.options.timeout_s)
@@ -375,7 +373,7 @@ class Manager:
         return not late
 
     def _finish(self, attempt: StepAttempt) -> bool:
-        """Brings the step's collectives and a healing beside it to an end; False when there can be no vote."""
+        """Waits for the step's collectives, and for healing during the step; False when there can be no vote."""
         generation = self.training.bind(attempt, self._patience_s)
         if generation is None:
             return False
@@ -383,10 +381,10 @@ class Manager:
             work.wait()
         self.training.times.mark("collectives done")
         if not generation.loaded and not self._load_healed(generation):
-            attempt.spoiled = attempt.spoiled or "healing did not finish"
+            attempt.invalid = attempt.invalid or "healing did not finish"
         generation.group.settle()
         self.training.times.mark("device done")
-        return not attempt.spoiled and generation.usable
+        return not attempt.invalid and generation.usable
 
     def _vote(self, attempt: StepAttempt) -> bool:
         if self._opened is not None:
@@ -405,27 +403,27 @@ class Manager:
             state=self.sums.finish() if self.sums.is_due(self.training.step) else 0,
         )
         try:
-            tally = generation.box.cast(vote)
+            tally = generation.votes.vote(vote)
             self.training.times.mark("votes in")
             reason = self._state_differs(generation, tally)
         except (RuntimeError, GroupAborted) as error:
             reason = generation.broken or f"the vote failed: {str(error).splitlines()[0]}"
-            return self.training.doubtful(generation, reason, self._patience_s)
+            return self.training.resolve_lost_vote(generation, reason, self._patience_s)
         if reason:
-            if self.training.decided_otherwise(self._patience_s):
+            if self.training.committed_by_quorum(self._patience_s):
                 return True
-            attempt.spoiled = reason
+            attempt.invalid = reason
             return self._no_vote(attempt)
         if tally.news:
-            self.training.want(self.training.news or "another member has news of the membership")
+            self.training.want(self.training.news or "another member reported a membership change")
         if not tally.passed:
             log.warning("step %d is not committed: %s", vote.step, attempt.error or tally.reason)
             self.training.refuse()
-            return self.training.decided_otherwise(self._patience_s)
+            return self.training.committed_by_quorum(self._patience_s)
         return self.training.passed(generation, self._patience_s)
 
     def _state_differs(self, generation: Generation, tally: Tally) -> str:
-        """Compares the members' digests. Returns why the step must not be committed, after we have left the group."""
+        """Compares the members' digests. If the step must not be committed, leaves the group and returns why."""
         step = self.training.step
         found = self.sums.compare(generation, tally, step)
         if found is None:
@@ -448,19 +446,19 @@ class Manager:
         return reason
 
     def _after_first_step(self) -> None:
-        """Once, when the second step is opened."""
+        """Runs once, when the second step is opened."""
         if self._starts < 2:
             self._starts += 1
             if self._starts == 2:
                 atexit.unregister(self._leave)
-                atexit.register(self._leave)  # now before the handlers of what that step imported
+                atexit.register(self._leave)  # now runs before the handlers of modules that the step imported
                 self.registered.warn_about_missing()
 
     def _no_vote(self, attempt: StepAttempt) -> bool:
         generation = attempt.generation
         if generation is not None and not generation.usable and generation is self.training.generation:
             self.training.want(generation.broken)
-        log.info("step %d is tried again: %s", self.training.step, attempt.spoiled or "the group is gone")
+        log.info("step %d is tried again: %s", self.training.step, attempt.invalid or "the group is gone")
         self.training.end_step()
         return False
 
@@ -482,7 +480,7 @@ class Manager:
         return bool(generation and needed and generation.usable and not generation.loaded)
 
     def _bring_in_late_state(self) -> None:
-        """What heals beside this step must be there before the script does anything with the gradients."""
+        """Loads the state of a healing during this step, before the script uses the gradients."""
         generation = self.training.attempt.generation
         if generation is not None and generation.usable and not generation.loaded:
             self._load_healed(generation)

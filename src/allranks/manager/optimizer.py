@@ -16,7 +16,7 @@ from allranks.manager.manager import Manager
 class OptimizerWrapper(TorchOptimizer):
     """`zero_grad` opens a step, `step` closes it: the wrapped optimizer steps if all members commit.
 
-    A GradScaler calls `step` after an overflow, too: all members pass the batch over, or none does.
+    A GradScaler calls `step` after an overflow too, so that all members skip the batch, or none does.
     """
 
     _step_supports_amp_scaling = True
@@ -36,7 +36,7 @@ class OptimizerWrapper(TorchOptimizer):
         """Closes the step; True when it was committed and applied."""
         if closure is not None:
             raise ValueError("closures are not supported: the step may be voted down after it has run")
-        # A GradScaler sets both while it calls us.
+        # set by a GradScaler while it calls this method
         overflow, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         scaler = sys._getframe(1).f_locals.get("self") if overflow is not None else None
         self.manager.registered.scaler_seen |= overflow is not None

@@ -1,6 +1,6 @@
-"""What can be set on a manager: one frozen object, each default written once, relations checked.
+"""The manager's options: one frozen object, with each default written once.
 
-Precedence: argument > environment > default. The environment is read once, by `from_environment`.
+Precedence: argument > environment > default. `from_environment` reads the environment once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from allranks.errors import ConfigurationError
 from allranks.manager.drift import EVERY_STEPS, OnDifference
 from allranks.manager.groups.gloo import own_host
 from allranks.manager.groups.group_spec import seconds
+from allranks.model.options import check_options, option
+
+_STATE_LOSS = ("", "stop", "restart")
 
 
 class WorldSizeMode(Enum):
-    """DYNAMIC: all members count. FIXED_WITH_SPARES: `min_replica_size` count, the rest stand by with zeros."""
+    """DYNAMIC: all members count. FIXED_WITH_SPARES: `min_replica_size` count, the others contribute zeros."""
 
     DYNAMIC = 0
     FIXED_WITH_SPARES = 1
@@ -31,45 +34,36 @@ class ManagerOptions:
 
     lighthouse: str
     replica_id: str
-    min_replica_size: int = 1
+    min_replica_size: int = option(1, "fewest members of a quorum", at_least=1)
     rank: int = 0
     world_size: int = 1
-    timeout_s: float = 60.0  # of one collective, and of healing
-    quorum_timeout_s: float = 60.0  # of finding enough members
-    connect_timeout_s: float = 60.0  # of reaching the lighthouse, and of connecting a new group
+    timeout_s: float = option(60.0, "of one collective, and of healing", above=0)
+    quorum_timeout_s: float = option(60.0, "to find enough members", above=0)
+    connect_timeout_s: float = option(60.0, "to reach the lighthouse, and to connect a new group", above=0)
     use_async_quorum: bool = True
     init_sync: bool = True
     world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
     max_retries: int | None = None  # steps in a row that may fail; None: no limit
-    proactive: bool = True  # act on the lighthouse's push; off: wait for a socket error or the timeout
-    host: str = "127.0.0.1"  # under which the other members reach this rank
+    proactive: bool = True  # act on the lighthouse's notices; off: wait for a socket error or the timeout
+    host: str = "127.0.0.1"  # address of this rank for the other members
     store_host: str = ""  # of the store that the ranks of this replica share; only for world_size > 1
     store_port: int = 0
     token: str | None = None  # of the job; None: from the environment
-    check_every: int = EVERY_STEPS  # steps between two comparisons of the replicas' states; 0: never
-    on_difference: OnDifference = "heal"  # what is done when one differs; see Manager
-    # stop or restart when all holders of the state are gone; "": stop if there are checkpoints
-    on_state_loss: str = ""
-    global_rank: int = -1  # in the whole job; names the rank in verdicts; -1: not known
+    check_every: int = option(EVERY_STEPS, "steps between two comparisons of states; 0: never", at_least=0)
+    on_difference: OnDifference = option(
+        "heal", "action when a replica's state differs", choices=("heal", "stop", "report")
+    )
+    on_state_loss: str = option(
+        "", 'when all holders of the state are gone; "": stop if there are checkpoints', choices=_STATE_LOSS
+    )
+    global_rank: int = -1  # in the whole job, for verdicts; -1: not known
 
     def __post_init__(self) -> None:
-        if self.min_replica_size < 1:
-            raise ConfigurationError(f"min_replica_size must be at least 1, not {self.min_replica_size}")
+        check_options(self)
         if not 0 <= self.rank < self.world_size:
             raise ConfigurationError(
                 f"rank {self.rank} is outside the replica's world size {self.world_size}"
             )
-        for name in ("timeout_s", "quorum_timeout_s", "connect_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigurationError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.check_every < 0:
-            raise ConfigurationError(f"check_every must not be negative, but is {self.check_every}")
-        if self.on_difference not in ("heal", "stop", "report"):
-            raise ConfigurationError(
-                f"on_difference must be heal, stop or report, not {self.on_difference!r}"
-            )
-        if self.on_state_loss not in ("", "stop", "restart"):
-            raise ConfigurationError(f"on_state_loss must be stop or restart, not {self.on_state_loss!r}")
         if not self.lighthouse:
             raise ConfigurationError(
                 "the manager does not know where the lighthouse is",
@@ -79,7 +73,7 @@ class ManagerOptions:
 
 
 def from_environment(given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> ManagerOptions:
-    """Arguments of a Manager; fills what was not given (None) from the environment, what is in neither keeps its default."""
+    """Options from the arguments of a Manager; for None from the environment, else the default."""
     values: dict[str, Any] = {
         SETTINGS[name]: seconds(value) if name.endswith("timeout") else value
         for name, value in given.items()
@@ -96,7 +90,7 @@ def from_environment(given: Mapping[str, Any], environment: Mapping[str, str] = 
 
 
 def _plain(address: str) -> str:
-    """torchft writes addresses as URLs; ours are host:port, several separated by commas."""
+    """Converts torchft's URLs to host:port, several separated by commas."""
     return ",".join(part.strip().removeprefix("http://").rstrip("/") for part in address.split(","))
 
 

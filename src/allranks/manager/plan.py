@@ -1,15 +1,14 @@
-"""What a new quorum means for its members: who heals from whom, who takes part, what a doubtful commit was.
+"""The plan of a new quorum: who heals from whom, who participates, whether a step in doubt was committed.
 
-Pure: every member computes the same plan from the same claims, so nothing more has to be agreed. A state's
-position is (term, step): the term of the group that committed it last, and how many steps it has. The state with
-the most steps counts; of two with equal steps the one that the later group committed. A state's lineage says which
-group committed which of its steps. A state whose position is not in the lineage of the one that counts holds steps
-that will be dropped: see `find_conflicts`.
+Pure: every member computes the same plan from the same claims, so no further agreement is needed. A state's position is
+(term, step): the term of the group that committed it last, and its number of steps. The state with the most steps wins;
+of two with equal steps the one of the later group. A state's lineage lists which group committed which of its steps. A
+state that is not in the winner's lineage holds steps that will be dropped: see `find_conflicts`.
 
-Invariants that the rest relies on:
-- a rank votes only after all its gradients are reduced, so a *pending* rank (its vote was given, the result
-  never came) holds the same gradients as one that saw the result: it may roll forward instead of healing;
-- nobody commits a step before every member has voted, so nobody's state moves while a member still heals.
+Invariants:
+- a rank votes only after all its gradients are reduced, so a *pending* rank (it has voted and got no result) holds the
+  same gradients as a rank that saw the result: it may roll forward instead of healing;
+- no rank commits a step before every member has voted, so no state changes while a member still heals.
 """
 
 from __future__ import annotations
@@ -22,25 +21,23 @@ import msgspec
 from allranks.model.parsing import from_json, to_json
 
 Position = tuple[int, int]  # (term, step)
-NOWHERE: Position = (-1, -1)  # a state that is torn or disagrees with itself
+NOWHERE: Position = (-1, -1)  # an unusable state
 FRESH: Position = (0, 0)
-Lineage = tuple[
-    Position, ...
-]  # the last step of each group, oldest first; begins where it started, or is cut off
+Lineage = tuple[Position, ...]  # the last step of each group, oldest first; the oldest may be cut off
 MAX_LINEAGE = 12
-MAX_SOURCES = 4  # members that one replica takes its state from at once
+MAX_SOURCES = 4  # members from which one replica fetches its state at once
 
 
 class StateFacts(msgspec.Struct, frozen=True):
-    """What one rank knows of the state that it holds."""
+    """One rank's facts about the state that it holds."""
 
-    term: int = 0  # of the group that committed the state; 0: none of this job has
+    term: int = 0  # of the group that committed the state; 0: no group of this job
     step: int = 0
-    seen: int = 0  # highest term this rank was ever in
-    pending: int = 0  # term of the group in which a vote was given and no result came; 0: none
-    torn: bool = False  # some of its bytes were replaced, and not all: unusable until healed
-    arrived: Position = NOWHERE  # of a fetched state that is complete and not loaded yet
-    lineage: Lineage = ()  # (): in no group yet, fresh or from a checkpoint
+    seen: int = 0  # highest term of this rank's groups
+    pending: int = 0  # term of the group in which it voted and got no result; 0: none
+    torn: bool = False  # some of its bytes were replaced: unusable until healed
+    arrived: Position = NOWHERE  # of a complete fetched state that is not loaded yet
+    lineage: Lineage = ()  # (): not in a group yet, fresh or from a checkpoint
     arrived_lineage: Lineage = ()
 
     @property
@@ -50,58 +47,59 @@ class StateFacts(msgspec.Struct, frozen=True):
 
 
 class Claim(StateFacts, frozen=True):
-    """What one rank says of its state, and of itself, when it asks for a quorum."""
+    """One rank's state and addresses, sent with its request for a quorum."""
 
     address: str = ""  # host:port of its healing server
     listener: str = ""  # ip:port of gloo's, for gradients
-    broken: bool = False  # its group does not work: a new one is needed even if nobody came or went
-    global_rank: int = -1  # in the whole job, as its black box says; -1: not known
+    broken: bool = False  # its group is broken: a new one is needed even with the same members
+    global_rank: int = -1  # in the whole job, as in its black box; -1: not known
 
 
 @dataclass(frozen=True)
 class ReplicaClaim:
-    """The claims of all ranks of one replica, and what it was configured to want."""
+    """The claims of all ranks of one replica, and its options."""
 
     ranks: tuple[Claim, ...]
     min_replicas: int = 1
     init_sync: bool = True
-    fixed: bool = False  # members beyond min_replicas are spares: they give zeros
-    beside: bool = False  # it would rather heal beside its first step, giving zeros, than hold the others up
+    fixed: bool = False  # members beyond min_replicas are spares, which contribute zeros
+    # it can heal during its first step, contributing zeros, so that the others need not wait
+    beside: bool = False
     prepares: bool = False  # it has no group yet, and can be invited to make one (prepared_group.py)
-    prepared: str = ""  # name of the group that it has made for this quorum beside its running one
-    backend: str = ""  # of its gradients: nccl or gloo; "": not known
+    prepared: str = ""  # name of the group that it has prepared for this quorum
+    backend: str = ""  # for its gradients: nccl or gloo; "": not known
 
     def encode(self) -> str:
-        """As JSON, for the free text of a lighthouse member."""
+        """As JSON, for the `data` of a lighthouse member."""
         return to_json(self)
 
     @staticmethod
     def decode(text: str) -> ReplicaClaim:
-        """The other way round; unknown fields of a newer version are dropped. Raises ValueError."""
+        """From JSON; ignores unknown fields of a newer version. Raises ValueError."""
         return from_json(text, ReplicaClaim)
 
 
 @dataclass(frozen=True)
 class QuorumPlan:
-    """What the members do next. Replicas are named by their index in the quorum."""
+    """What the members do next. Replicas are given by their index in the quorum."""
 
     term: int  # of the new group
-    top: Position  # the state that everybody will hold
+    top: Position  # the state that all members will hold
     healing: tuple[int, ...]
-    sources: tuple[int, ...]  # hold `top`, now or as soon as they have rolled forward
-    participants: tuple[int, ...]  # whose gradients count; the others are spares and give zeros
-    late: tuple[int, ...] = ()  # of these: who heals beside the first step, and counts from the second on
+    sources: tuple[int, ...]  # hold `top`, now or after rolling forward
+    participants: tuple[int, ...]  # their gradients count; the others are spares and contribute zeros
+    late: tuple[int, ...] = ()  # participants that heal during the first step, and count from the second on
     rolls_forward: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (replica, rank)
     lineage: Lineage = ()  # of `top`
     reason: str = ""
 
     def sources_of(self, healer: int) -> tuple[int, ...]:
-        """The members that a healing replica takes its state from: each begins with another one."""
+        """The members from which a healing replica fetches its state; each replica starts with another one."""
         turn = self.healing.index(healer) % len(self.sources)
         return (self.sources[turn:] + self.sources[:turn])[:MAX_SOURCES]
 
     def transfers_of(self, index: int) -> frozenset[int]:
-        """The healing replicas whose state transfer needs this replica, as its receiver or as a source."""
+        """The healing replicas whose state transfer needs this replica as receiver or source."""
         return frozenset(
             healer for healer in self.healing if healer == index or index in self.sources_of(healer)
         )
@@ -144,7 +142,7 @@ def by_age(position: Position) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Conflict:
-    """A complete state that is dropped although steps of it are not in the state that counts."""
+    """A complete state that is dropped although the winning state lacks some of its steps."""
 
     replica: int
     step: int  # of its state
@@ -152,7 +150,7 @@ class Conflict:
 
 
 def find_conflicts(members: Sequence[ReplicaClaim], plan: QuorumPlan) -> list[Conflict]:
-    """The members that heal and hold steps that are not in the state that counts."""
+    """The healing members that hold steps which the winning state lacks."""
     found = []
     for index in plan.healing:
         claim = members[index].ranks[0]
@@ -169,7 +167,7 @@ def count_common(own: Lineage, other: Lineage) -> int:
     mine, theirs = dict(own), dict(other)
     if both := mine.keys() & theirs.keys():
         return max(min(mine[term], theirs[term]) for term in both)
-    # the later one began from a checkpoint, or its lineage is cut off: then what it does not tell is taken for common
+    # the later one began from a checkpoint, or its lineage is cut off: assume that the older steps are common
     first = max(own[0], other[0])
     return min(first[1], own[-1][1])
 
@@ -181,7 +179,7 @@ def extend(lineage: Lineage, position: Position) -> Lineage:
 
 
 def describe_conflict(conflict: Conflict, plan: QuorumPlan, names: Sequence[str]) -> str:
-    """Both states, with their numbers of steps."""
+    """A sentence about both states and their steps."""
     sources = ", ".join(names[index] for index in plan.sources)
     return (
         f"{names[conflict.replica]} drops its {conflict.step - conflict.since} steps after step {conflict.since}"
@@ -190,8 +188,8 @@ def describe_conflict(conflict: Conflict, plan: QuorumPlan, names: Sequence[str]
     )
 
 
-def misfit(members: Sequence[ReplicaClaim], names: Sequence[str], source: int) -> tuple[int, str]:
-    """A replica that cannot compute with the one whose state counts, and why; (-1, "") where all can."""
+def find_mismatch(members: Sequence[ReplicaClaim], names: Sequence[str], source: int) -> tuple[int, str]:
+    """The first replica that cannot train with the source, and why; (-1, "") for none."""
     held = members[source]
     for index, member in enumerate(members):
         if len(member.ranks) != len(held.ranks):
@@ -208,10 +206,10 @@ def misfit(members: Sequence[ReplicaClaim], names: Sequence[str], source: int) -
 
 
 def _rolls_forward(members: Sequence[ReplicaClaim]) -> set[tuple[int, int]]:
-    """Ranks whose doubtful step counts as committed: one saw the result, or all of that group gave their vote.
+    """Ranks whose step in doubt counts as committed: a rank saw the result, or all ranks of that group have voted.
 
-    With the vote given, the gradients are reduced and equal everywhere. So if no member that continues is without
-    them, the step can stand; and if one saw the result it must, for that one's state has moved already.
+    A rank that has voted holds the reduced gradients, equal on all ranks. So the step can be committed if every
+    continuing member voted; it must be if one saw the result, because that one's state has changed already.
     """
     everyone = [
         (replica, rank, claim)
@@ -227,7 +225,7 @@ def _rolls_forward(members: Sequence[ReplicaClaim]) -> set[tuple[int, int]]:
         unanimous = all(
             other.position == after or (other.pending == claim.pending and other.step == claim.step)
             for _, _, other in everyone
-            if other.seen >= claim.pending  # who was not in that group did not vote
+            if other.seen >= claim.pending  # other ranks were not in that group
         )
         if seen or unanimous:
             found.add((replica, rank))
@@ -235,16 +233,16 @@ def _rolls_forward(members: Sequence[ReplicaClaim]) -> set[tuple[int, int]]:
 
 
 def _sources(members: Sequence[ReplicaClaim], places: Sequence[Position], top: Position) -> list[int]:
-    """Who holds the state that everybody will hold; of fresh states only one counts, so that all start equal."""
+    """The replicas that hold the winning state; only one of fresh ones, so that all start equal."""
     sources = [index for index, place in enumerate(places) if place == top and top != NOWHERE]
     if top == FRESH and any(member.init_sync for member in members):
-        # Who has computed in a group already is not thrown back by one that has just started.
+        # a replica that has trained in a group already wins over one that has just started
         return [max(sources, key=lambda index: (members[index].ranks[0].seen, -index))]
     return sources
 
 
 def _effective(member: ReplicaClaim, index: int, rolls: set[tuple[int, int]]) -> Position:
-    """The newest state that all ranks of a replica hold once its doubtful steps are decided; NOWHERE: there is none."""
+    """The newest state that all ranks of a replica hold once steps in doubt are decided; NOWHERE: none."""
     held = [
         {(claim.pending, claim.step + 1) if (index, rank) in rolls else claim.position, claim.arrived}
         for rank, claim in enumerate(member.ranks)
@@ -255,7 +253,7 @@ def _effective(member: ReplicaClaim, index: int, rolls: set[tuple[int, int]]) ->
 def _lineage(
     members: Sequence[ReplicaClaim], sources: Sequence[int], rolls: set[tuple[int, int]], top: Position
 ) -> Lineage:
-    """Of the state that counts; a new one where no source was in a group yet."""
+    """The lineage of the winning state; a new one if no source was in a group yet."""
     for index in sources:
         claim = members[index].ranks[0]
         if lineage := claim.arrived_lineage if claim.arrived == top else claim.lineage:
@@ -264,14 +262,14 @@ def _lineage(
 
 
 def _participants(members: Sequence[ReplicaClaim]) -> list[int]:
-    """Whose gradients count: all members (who must heal does so first), or as many as fixed."""
+    """The members whose gradients count: all, or as many as configured."""
     everyone = list(range(len(members)))
     wanted = max(member.min_replicas for member in members)
     return everyone[:wanted] if any(member.fixed for member in members) else everyone
 
 
 def _late(members: Sequence[ReplicaClaim], healing: Sequence[int]) -> tuple[int, ...]:
-    """Who heals beside the first step: those who would, if the others are enough without them."""
+    """The members that heal during the first step: those that can, if the others are enough without them."""
     late = tuple(index for index in healing if members[index].beside)
     enough = len(members) - len(late) >= max(member.min_replicas for member in members)
     return late if enough and not any(member.fixed for member in members) else ()
@@ -287,13 +285,13 @@ def _reason(
     rolls: set[tuple[int, int]],
 ) -> str:
     if top == NOWHERE:
-        return "no member holds a whole state: restart from a checkpoint"
+        return "no member holds a complete state: restart from a checkpoint"
     parts = [f"{len(members)} members continue from step {top[1]}"]
     if rolls:
         parts.append(f"step {top[1]} was committed before the failure: {len(rolls)} ranks roll forward")
     if healing:
-        beside = " beside their first step" if late else ""
-        parts.append(f"{_names(healing)} heal from {_names(sources)}{beside}")
+        during = " during their first step" if late else ""
+        parts.append(f"{_names(healing)} heal from {_names(sources)}{during}")
     if len(participants) < len(members):
         parts.append(f"gradients of {_names(participants)} count")
     return "; ".join(parts)

@@ -1,11 +1,11 @@
-"""The group of a coming quorum, made beside the running one, so that nobody stops for a replica that joins.
+"""The group of the next quorum, made while the current one trains, so that members need not stop for a joining replica.
 
-Runs in a rank. The lighthouse tells the members who waits to join. In a thread beside the training each member makes the
-next group together with the newcomers, who run their first forward and backward meanwhile: there kernels are loaded and
-models are compiled. When all are ready, the members ask for the quorum at their next step boundary and find its group
-made. Whatever goes wrong here costs nothing but that time: the quorum is asked for, and its group made, as without it.
+Runs in a rank. The lighthouse notifies the members of waiting newcomers. Each member makes the next group with them in a
+thread, while the newcomers run their first forward and backward, which load kernels and compile models. When all are
+ready, the members request the quorum at their next step boundary, and its group exists already. If the preparation
+fails, the quorum is requested and its group made as usual.
 
-Members and newcomers meet in the store of the first newcomer. A newcomer learns of it by an invitation in its own store.
+The group is made in the store of the first newcomer. Each newcomer finds an invitation in its own store.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ log = logging.getLogger("allranks.manager")
 _INVITATION = "allranks/invitation"
 _POLL_S = 0.005
 _LOOK_S = 0.1
-_FIRST_STEP_S = 10.0  # a first step may fail again and again: newcomers do not wait longer for it
-_STORE_S = 10.0  # of reaching a store
+_FIRST_STEP_S = 10.0  # newcomers wait this long for a first step, which may fail repeatedly
+_STORE_S = 10.0  # to connect to a store
 _ANSWER_S = 10.0  # within which every newcomer must have read its invitation
-_DEATH_S = 0.5  # after which the lighthouse, too, knows of a death that closed its connections
+_DEATH_S = 0.5  # the lighthouse notices a death that closed connections within this time
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """To the making of a group; equal in all who are invited, but for the rank."""
+    """Invites a replica to make a group; the same for all invited replicas except for the rank."""
 
-    name: str  # of this making: the running quorum and the sessions of the newcomers
-    store: str  # host:port where all meet
+    name: str  # of this preparation: the current quorum and the sessions of the newcomers
+    store: str  # host:port where the group is made
     rank: int
     world_size: int
     group_name: str
@@ -60,7 +60,7 @@ class Invitation:
 
 
 def invitations(quorum: Quorum, waiting: Sequence[Member]) -> dict[str, Invitation]:
-    """For each replica of the coming quorum, by name; {} when these newcomers cannot be prepared for."""
+    """An invitation for each replica of the next quorum, by name; {} when no group can be prepared with these newcomers."""
     everybody = sorted((*quorum.members, *waiting), key=lambda member: member.replica)
     said = [ReplicaClaim.decode(member.data) for member in everybody]
     newcomers = [claim for claim, member in zip(said, everybody, strict=True) if member in waiting]
@@ -91,7 +91,7 @@ def agreed(said: Sequence[ReplicaClaim]) -> str:
 
 @dataclass(eq=False)
 class GroupPreparation:
-    """One making. `make` and `wait_for_all` block, on a thread beside the training; `cancel` ends both from any thread."""
+    """Makes one group. `make` and `wait_for_all` block, on their own thread; `cancel` ends both from any thread."""
 
     invitation: Invitation
     group: ReconfigurableGroup
@@ -105,7 +105,7 @@ class GroupPreparation:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def make(self) -> None:
-        """Makes the group; raises when that fails or is called off."""
+        """Makes the group; raises when that fails or is cancelled."""
         invitation = self.invitation
         store = open_store(invitation.store, min(self.limit_s, _STORE_S))
         self._store = dist.PrefixStore(f"allranks/prepare/{invitation.name}", store)
@@ -118,11 +118,11 @@ class GroupPreparation:
             global_ranks=invitation.global_ranks,
             limit_s=self.limit_s,
         )
-        call = AbandonableCall(lambda: self.group.make_beside(spec), self.group.discard)
+        call = AbandonableCall(lambda: self.group.make_next(spec), self.group.discard)
         with self._lock:
             self._call = call
         if self.cancelled:
-            raise GroupAborted("called off")
+            raise GroupAborted("cancelled")
         with silenced():
             backend = call.result()
         with self._lock:
@@ -130,17 +130,17 @@ class GroupPreparation:
             self._backend = backend
         if self.cancelled:
             self.discard()
-            raise GroupAborted("called off")
+            raise GroupAborted("cancelled")
 
     def report(self, made: bool) -> None:
-        """Tells the others that we have made it and can join at once, or that it cannot be made."""
+        """Reports to the others that this rank has made the group, or that it cannot be made."""
         if self._store is not None:
             self._store.set(f"made/{self.invitation.rank}" if made else "failed", "1")
 
     def wait_for_all(self, wanted: Callable[[], bool]) -> None:
-        """Returns when all have made it, or it is not wanted any more; raises when it cannot be had.
+        """Returns when all have made the group, or it is no longer wanted; raises when it cannot be made.
 
-        A newcomer may compile its model for minutes before it is ready, but it is there soon, or never.
+        A newcomer may compile its model for minutes before it is ready, but must read its invitation soon.
         """
         deadline = time.monotonic() + _ANSWER_S
         while wanted() and not self.cancelled and not self.is_complete():
@@ -151,7 +151,7 @@ class GroupPreparation:
             time.sleep(_POLL_S)
 
     def is_complete(self) -> bool:
-        """Whether everybody who is invited has made the group."""
+        """Whether all invited replicas have made the group."""
         if not self._complete and self._made and self._store is not None:
             try:
                 self._complete = self._store.check(self._keys("made"))
@@ -167,32 +167,32 @@ class GroupPreparation:
         return self._cancelled.is_set()
 
     def take(self) -> object:
-        """The backend, now the caller's; None where the group is made only when it is needed."""
+        """The backend, now owned by the caller; None if the group is made only when needed."""
         with self._lock:
             backend, self._backend = self._backend, None
         return backend
 
     def is_for(self, name: str, rank: int, world_size: int) -> bool:
-        """Whether this is the group of that name, and it was made for this place in a quorum of this size."""
+        """Whether this is the group of that name, made for this rank in a quorum of this size."""
         mine = self.invitation
         return self._made and (mine.name, mine.rank, mine.world_size) == (name, rank, world_size)
 
     def cancel_unless_made(self) -> None:
-        """Another making has begun."""
+        """A later preparation has begun."""
         if not self._made:
             self.cancel()
 
     def cancel(self) -> None:
-        """Nobody wants it any more."""
+        """Ends the preparation and discards its group."""
         self._cancelled.set()
         with self._lock:
             call = self._call
         if call is not None:
-            call.abandon(GroupAborted("called off"))
+            call.abandon(GroupAborted("cancelled"))
         self.discard()
 
     def discard(self) -> None:
-        """Gives back what was made, unless it was taken."""
+        """Discards the backend unless it was taken."""
         backend = self.take()
         if backend is not None:
             self.group.discard(backend)
@@ -200,7 +200,7 @@ class GroupPreparation:
 
 @dataclass(eq=False)
 class NextGroup:
-    """What a rank prepares for the quorum that comes next. Threads of its own do the work."""
+    """A rank's preparations for the next quorum. They run on their own threads."""
 
     options: ManagerOptions
     training: TrainingState
@@ -212,13 +212,13 @@ class NextGroup:
 
     @property
     def may_be_invited(self) -> bool:
-        """A newcomer of one rank: it has no group yet."""
+        """Whether this is a newcomer of one rank without a group."""
         return self.training.generation is None and self.options.world_size == 1
 
     def prepare(self, notice: QuorumWanted) -> bool:
-        """In a member: begins to make the group with those who wait; False when that cannot be.
+        """In a member: starts to make the group with the waiting replicas; False when that is not possible.
 
-        When a newcomer has gone, the rest may be those of an earlier making, which was called off: they join without.
+        After a newcomer has gone, the rest may equal an earlier preparation, which was cancelled: they join without one.
         """
         generation = self.training.generation
         if generation is None or generation.number != notice.number or not self.training.eager:
@@ -235,17 +235,17 @@ class NextGroup:
         return True
 
     def accept_invitations(self, ticket: PendingAnswer[Quorum]) -> None:
-        """In a newcomer: makes the group with those who invite it, while it waits for its first quorum."""
+        """In a newcomer: accepts invitations while it waits for its first quorum."""
         if self.may_be_invited:
             start_thread("allranks-prepare", self._accept_invitations, ticket)
 
     def name_if_complete(self) -> str:
-        """Of the group that everybody who is invited has made; "": none."""
+        """The name of the prepared group that all invited replicas have made; "": none."""
         last = self._preparations[-1:]
         return last[0].invitation.name if last and last[0].is_complete() else ""
 
     def take(self, name: str, rank: int, world_size: int) -> object:
-        """The group of that name, if we have it; None: it must be made. All others are called off."""
+        """The prepared group of that name; None: it must be made. Cancels all others."""
         with self._lock:
             preparations, self._preparations = self._preparations, []
         taken = None
@@ -265,7 +265,7 @@ class NextGroup:
             earlier = list(self._preparations)
             self._preparations.append(preparation)
         for each in earlier:
-            each.cancel_unless_made()  # a quorum that is under way may still want one that is made
+            each.cancel_unless_made()  # a quorum already requested may still use a finished one
         return preparation
 
     def _prepare_as_member(
@@ -285,20 +285,20 @@ class NextGroup:
             preparation.report(made=True)
             preparation.wait_for_all(lambda: generation.usable and not self.training.closing)
             log.debug(
-                "group with %s made beside the running one in %.0f ms, waited %.0f ms for the others",
+                "group with %s prepared in %.0f ms, waited %.0f ms for the others",
                 ", ".join(member.replica for member in notice.waiting),
                 (made - began) * 1e3,
                 (time.monotonic() - made) * 1e3,
             )
         except (AllranksError, RuntimeError, OSError) as error:
             log.info("no group could be prepared: %s", str(error).partition("\n")[0])
-            time.sleep(_DEATH_S)  # a newcomer that died must not get into the quorum that we ask for
-        finally:  # in any case they join
+            time.sleep(_DEATH_S)  # so that a dead newcomer does not get into the next quorum
+        finally:  # the newcomers join in any case
             if generation.usable and self._preparations[-1:] == [preparation]:
                 self.training.on_replicas_waiting(notice.reason)
 
     def _wait_for_first_step(self, generation: Generation, preparation: GroupPreparation) -> None:
-        """Of the running group: beside its first collectives no other group is made. They did not end on a GPU then."""
+        """Waits for the current group's first step: on a GPU, making another group stalled its first collectives."""
         deadline = time.monotonic() + _FIRST_STEP_S
         changed = self.training.changed
         with changed:
@@ -312,7 +312,7 @@ class NextGroup:
         store = open_store(newcomer.store, min(self.options.connect_timeout_s, _STORE_S))
         with self._inviting:
             if preparation.cancelled:
-                raise GroupAborted("called off")
+                raise GroupAborted("cancelled")
             store.set(_INVITATION, to_json(invitation))
 
     def _accept_invitations(self, ticket: PendingAnswer[Quorum]) -> None:
@@ -338,7 +338,7 @@ class NextGroup:
 
 
 def wait_for_invitation(store: dist.Store, wanted: Callable[[], bool], known: str) -> Invitation | None:
-    """The invitation in our own store, other than the one of the name `known`; None when it is not wanted any more."""
+    """Waits for an invitation in our own store with a name other than `known`; None when no longer wanted."""
     while wanted():
         if store.check([_INVITATION]):
             found = from_json(store.get(_INVITATION), Invitation)
@@ -349,8 +349,8 @@ def wait_for_invitation(store: dist.Store, wanted: Callable[[], bool], known: st
 
 
 def open_store(address: str, limit_s: float, reached: Callable[[str], None] = lambda end: None) -> dist.Store:
-    """Tried with a plain socket first: torch keeps trying a dead address for twice its timeout. `reached`: is told the
-    "ip:port" behind the name."""
+    """A client of the store, after a test with a plain socket: torch retries a dead address for twice its timeout. Calls
+    `reached` with the resolved "ip:port"."""
     host, port = split_address(address)
     with socket.create_connection((host, port), timeout=limit_s) as line:
         reached(name_of(line.getpeername()))
@@ -358,6 +358,6 @@ def open_store(address: str, limit_s: float, reached: Callable[[str], None] = la
 
 
 def known_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
-    """Global ranks in group order; () unless every member knows its own and no two say the same."""
+    """Global ranks in group order; () unless all are known and distinct."""
     found = tuple(ranks)
     return found if min(found, default=-1) >= 0 and len(set(found)) == len(found) else ()

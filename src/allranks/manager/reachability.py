@@ -1,7 +1,7 @@
-"""Whom this rank could not reach, or could not fetch a state from: reported with its next request for a quorum.
+"""Members that this rank could not reach or fetch a state from, for its next request for a quorum.
 
-Runs in a rank. A group that takes long to make is watched: when one of its members accepts no connection, the making is
-ended and the next request names it, so that the lighthouse forms a quorum of those who can talk to each other.
+Runs in a rank. While a group takes long to make, its members are probed: when one accepts no connection, the attempt ends
+and the next request names that member, so that the lighthouse forms a quorum of replicas that can connect.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from allranks.model.cluster import Member, Quorum, addresses_of
 
 log = logging.getLogger("allranks.manager")
 
-PATIENCE_S = 0.5  # a group takes milliseconds to make; after this its members are probed, again and again
+PATIENCE_S = 0.5  # a group takes milliseconds to make; after this its members are probed
 PROBE_S = 1.5  # within which each must accept a connection
 _EVERY_S = 1.0
-_PROBED = 64  # members that one rank probes; with more, each probes others
-_SERVE_TRIES = 2  # failed fetches from a replica that is reachable, before its claim is not believed
+_PROBED = 64  # members that one rank probes; each rank probes different ones
+_SERVE_TRIES = 2  # failed fetches from a reachable replica before its claim is reported as unserved
 
 
 @dataclass(eq=False)
 class Reachability:
-    """Sessions, by which the lighthouse knows processes. Filled by any thread, emptied by the next request."""
+    """Sessions to report. Filled by any thread, emptied by the next request."""
 
     unreached: set[str] = field(default_factory=set)
     _failed_serves: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, members: Collection[Member]) -> None:
-        """These could not be reached."""
+        """These members could not be reached."""
         with self._lock:
             self.unreached.update(member.session for member in members)
 
     def note_not_served(self, sources: Sequence[Member]) -> None:
-        """No state came from these: one that accepts no connection is unreachable, any other does not hold what it claims."""
+        """No state came from these: each is unreachable, or, if it accepts connections, does not hold what it claims."""
         lost = self._unreachable(sources)
         self.note(lost)
         with self._lock:
             self._failed_serves.update(source.session for source in sources if source not in lost)
 
     def report(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(unreached, unserved) for the next request. Each failure is reported once: the lighthouse tries again later."""
+        """(unreached, unserved) for the next request. Each failure is reported once."""
         with self._lock:
             unserved = (session for session, times in self._failed_serves.items() if times >= _SERVE_TRIES)
             unreached, self.unreached = self.unreached, set()
             return tuple(sorted(unreached)), tuple(sorted(unserved))
 
     def served(self) -> None:
-        """A state has arrived, or none is needed."""
+        """A state has arrived, or is not needed: forgets failed fetches."""
         with self._lock:
             self._failed_serves.clear()
 

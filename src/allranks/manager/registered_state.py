@@ -1,4 +1,4 @@
-"""`Manager(state=[model, optimizer, ...])`: what healing carries over, named automatically; and what may be missing in it."""
+"""`Manager(state=[model, optimizer, ...])`: the state that healing transfers, and a check for missing parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from allranks.errors import ConfigurationError
 
 log = logging.getLogger("allranks.manager")
 
-_DEEP = 4  # levels of a state in which schedulers and scalers are looked for
+_DEPTH = 4  # levels of a state that are searched for schedulers and scalers
 
 LoadFunction = Callable[[Any], object]
 SaveFunction = Callable[[], object]
@@ -25,42 +25,39 @@ class RegisteredState:
     """The functions that load and save each part of the state, by its name."""
 
     functions: dict[str, tuple[LoadFunction, SaveFunction]] = field(default_factory=dict)
-    # a scheduler may be attached to them
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    scaler_seen: bool = False  # a GradScaler steps our optimizer
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)  # may have a scheduler
+    scaler_seen: bool = False  # a GradScaler calls our optimizer
 
     def add(self, state: Sequence[object] | Mapping[str, object]) -> dict[str, Any]:
-        """Takes objects in; returns schedulers, scalers and samplers: their plain values must be equal in all replicas."""
+        """Adds objects; returns schedulers, scalers and samplers, whose plain values must be equal in all replicas."""
         parts = named_parts(state)
         self.functions |= {name: state_functions(part) for name, part in parts.items()}
         large = (nn.Module, torch.optim.Optimizer, torch.Generator)
         return {name: part for name, part in parts.items() if not isinstance(part, large)}
 
     def save(self) -> dict[str, object]:
-        """Every part as its function returns it."""
         return {key: save() for key, (_, save) in self.functions.items()}
 
     def load(self, parts: Mapping[str, object]) -> None:
-        """Gives each part that is there to its function."""
         for key, (load, _) in self.functions.items():
             if key in parts:
                 load(parts[key])
 
     def warn_about_missing(self) -> None:
-        """Once, after the first step: a scheduler or scaler shows itself there."""
+        """Warns about a scheduler or scaler that is not registered. After the first step, in which it was seen."""
         missing = (
             missing_parts(self.optimizers, self.scaler_seen, self.save().values()) if self.functions else []
         )
         if missing:
             log.warning(
-                "%s is not part of the state that a joining replica takes over: it will train with other values than "
-                "the others. Pass it: Manager(state=[model, optimizer, scheduler, scaler, ...])",
+                "%s is not part of the state that a joining replica loads, so it would train with different values. "
+                "Pass it: Manager(state=[model, optimizer, scheduler, scaler, ...])",
                 " and ".join(missing),
             )
 
 
 def named_parts(state: Sequence[object] | Mapping[str, object]) -> dict[str, object]:
-    """The objects by name: the mapping's own, or the class name in small letters, numbered when it repeats."""
+    """The objects by name: the mapping's keys, or the lower-case class name, numbered if it repeats."""
     if isinstance(state, Mapping):
         found = dict(state)
     else:
@@ -82,7 +79,6 @@ def named_parts(state: Sequence[object] | Mapping[str, object]) -> dict[str, obj
 
 
 def state_functions(part: Any) -> tuple[LoadFunction, SaveFunction]:
-    """How a part is loaded and saved."""
     if isinstance(part, torch.Generator):
         return lambda state: part.set_state(state["state"].cpu()), lambda: {"state": part.get_state()}
     return part.load_state_dict, part.state_dict
@@ -91,10 +87,10 @@ def state_functions(part: Any) -> tuple[LoadFunction, SaveFunction]:
 def missing_parts(
     optimizers: Iterable[torch.optim.Optimizer], scaler_seen: bool, states: Iterable[object]
 ) -> list[str]:
-    """What this training loop has and none of these states carries."""
+    """Parts that this training loop uses and that are in none of these states."""
     keys: set[str] = set()
     for state in states:
-        _collect_keys(state, keys, _DEEP)
+        _collect_keys(state, keys, _DEPTH)
     missing = []
     if any(_has_scheduler(optimizer) for optimizer in optimizers) and "last_epoch" not in keys:
         missing.append("the learning rate scheduler")

@@ -1,7 +1,7 @@
-"""The regrouping thread: asks for a quorum, makes its groups, has the live state handed out or fetched (heal/healing.py).
+"""The regrouping thread: requests a quorum, makes its groups, and starts the state transfer (heal/healing.py).
 
-Runs in a rank beside the training thread, which continues computing meanwhile. Everything that can block here is
-ended by a notice of the lighthouse about the quorum in question, and nothing waits without a limit.
+Runs in a rank while the training thread continues computing. A notice of the lighthouse about the quorum ends everything
+that can block here, and nothing waits without a limit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from allranks.manager.plan import (
     decide,
     describe_conflict,
     find_conflicts,
-    misfit,
+    find_mismatch,
 )
 from allranks.manager.prepared_group import NextGroup, agreed, known_ranks, open_store
 from allranks.manager.replica_rendezvous import ReplicaRendezvous
@@ -60,28 +60,28 @@ from allranks.model.cluster import DIALECT, Member, Quorum
 
 log = logging.getLogger("allranks.manager")
 
-_STORE_S = 10.0  # of reaching the store of the member where all meet
+_STORE_S = 10.0  # to connect to the store of the primary
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0  # before another quorum is requested; the first time at once
 
 
 @dataclass(eq=False)
 class Regrouper:
-    """`run` is the thread's body; `interrupt` comes from the client's thread."""
+    """`run` is the thread's target; the client's thread calls `interrupt`."""
 
     options: ManagerOptions
     training: TrainingState
     client: Client
-    inside: ReplicaRendezvous
+    rendezvous: ReplicaRendezvous
     group: ReconfigurableGroup
-    box: VoteMesh
+    votes: VoteMesh
     server: HealServer
-    store_address: str  # of the store hosted by rank 0 of this replica; the primary's is the meeting place
+    store_address: str  # of the store hosted by rank 0 of this replica; the group is made in the primary's
     healing: Healing
-    may_come_late: Callable[[], bool]  # a wrapped module will bring a state in that arrives beside the step
+    may_come_late: Callable[[], bool]  # a wrapped module loads a state that arrives during the step
     shrink_only: bool = False
-    _ticket: PendingAnswer[Quorum] | None = None  # of the quorum that we are waiting for
-    _meeting: str = ""  # ip:port of the store where the group is being made
-    _reaching: AbandonableCall[dist.Store] | None = None
+    _ticket: PendingAnswer[Quorum] | None = None  # the pending request
+    _store_end: str = ""  # ip:port of the store where the group is being made
+    _opening: AbandonableCall[dist.Store] | None = None
     _guard: threading.Lock = field(default_factory=threading.Lock)
     next_group: NextGroup = field(init=False)
     _folded: FoldedLog = field(default_factory=lambda: FoldedLog(log))
@@ -115,7 +115,7 @@ class Regrouper:
         self.training.finish_regrouping(error)
 
     def interrupt(self, number: int, reason: str) -> None:
-        """A member of the quorum that is being made, or heals us, is gone: do not wait for it."""
+        """A member of the quorum being formed, or one that heals us, is gone: stops waiting for it."""
         if number and self.training.forming == number:
             start_thread("allranks-abort", self._stop_forming, number, reason)
         generation = self.training.generation
@@ -123,7 +123,7 @@ class Regrouper:
             self.healing.cancel()
 
     def cancel(self) -> None:
-        """The manager closes: nothing here may wait any longer."""
+        """Ends every wait, because the manager closes."""
         with self._guard:
             ticket = self._ticket
         if ticket is not None:
@@ -132,20 +132,20 @@ class Regrouper:
         self.next_group.cancel()
 
     def _stop_forming(self, number: int, reason: str) -> None:
-        """Ends the making of a group. Again and again: it may be on its way from one wait to the next.
+        """Aborts the group being made, repeatedly, since it may be between two waits.
 
-        Under the lock: the next group, which may be in the making a moment later, must not be hit.
+        Under the lock, so as not to hit the next group, which may follow at once.
         """
         deadline = time.monotonic() + self.options.connect_timeout_s
         while time.monotonic() < deadline:
             with self.training.changed:
                 if self.training.forming != number:
                     return
-                self.box.abort(reason)
+                self.votes.abort(reason)
                 self.group.abort(reason)
-                if self._reaching is not None:
-                    self._reaching.abandon(GroupAborted(reason))
-                cut_connected((), (self._meeting,))
+                if self._opening is not None:
+                    self._opening.abandon(GroupAborted(reason))
+                cut_connected((), (self._store_end,))
             time.sleep(0.005)
 
     # ---- the quorum ----
@@ -158,9 +158,9 @@ class Regrouper:
             old = self.training.generation
             broken = failures > 0 or (old is not None and not old.usable)
             self._note_silent(old)
-            quorum = self._ask_until_heard(deadline, broken)
-            deadline = max(deadline, self.training.patient_until)
-            if self.training.invited:  # the first step was computed meanwhile
+            quorum = self._request_until_answered(deadline, broken)
+            deadline = max(deadline, self.training.extended_until)
+            if self.training.invited:  # the first step has been computing meanwhile
                 deadline = max(deadline, time.monotonic() + self.options.connect_timeout_s)
             if old is not None and old.usable and old.quorum.order == quorum.order:
                 return old
@@ -177,10 +177,11 @@ class Regrouper:
                 why = _short(error)
                 text = "quorum %d could not connect (%s): requesting another quorum"
                 self._folded.warn(why, text, quorum.number, why)
-                self._let_go(old, why)
+                self._leave_group(old, why)
                 failures += 1
-                # a death is over: the next quorum is without it
-                if quorum.number not in self.training.losses:
+                if (
+                    quorum.number not in self.training.losses
+                ):  # else the next quorum is without the lost member
                     self._pause(unexplained)
                     unexplained += 1
                 continue
@@ -191,33 +192,33 @@ class Regrouper:
             return generation
 
     def _pause(self, failures: int) -> None:
-        """Before another quorum is requested: the first time at once, then longer and longer."""
+        """Waits before another quorum is requested: not the first time, then longer each time."""
         if failures:
             pause_s = min(_FIRST_PAUSE_S * 2.0 ** (failures - 1), _LAST_PAUSE_S)
             with self.training.changed:
                 self.training.changed.wait_for(lambda: self.training.closing, pause_s)
 
     def _note_silent(self, old: Generation | None) -> None:
-        """A member whose connection for votes has carried nothing for seconds was cut off from us."""
-        if old is not None and self.box.silent:
-            silent = {old.seats[place][0] for place in self.box.silent if place < len(old.seats)}
-            self.box.silent = frozenset()
+        """Reports members whose vote connections have been silent for seconds as unreachable."""
+        if old is not None and self.votes.silent:
+            silent = {old.seats[place][0] for place in self.votes.silent if place < len(old.seats)}
+            self.votes.silent = frozenset()
             self.healing.reach.note([old.quorum.members[index] for index in silent])
 
-    def _ask_until_heard(self, deadline: float, broken: bool) -> Quorum:
-        """As `_ask`. A replica that is left out because others cannot reach it waits: the lighthouse tries it again."""
+    def _request_until_answered(self, deadline: float, broken: bool) -> Quorum:
+        """As `_request_quorum`, but keeps waiting if this replica is left out because others cannot reach it."""
         while True:
             try:
-                return self._ask(deadline, broken)
+                return self._request_quorum(deadline, broken)
             except QuorumTimeout as error:
                 if "left out" not in error.reason or self.training.closing:
                     raise
-                self._folded.warn("left out", "this replica waits: %s", error.reason)
+                self._folded.warn("left out", "this replica keeps waiting: %s", error.reason)
                 limit_s = self.options.quorum_timeout_s
                 deadline = time.monotonic() + limit_s
-                self.training.be_patient(limit_s + self.options.connect_timeout_s)
+                self.training.extend_deadline(limit_s + self.options.connect_timeout_s)
 
-    def _ask(self, deadline: float, broken: bool) -> Quorum:
+    def _request_quorum(self, deadline: float, broken: bool) -> Quorum:
         left = max(0.1, deadline - time.monotonic())
         claim = self.training.claim(
             address=self.server.address,
@@ -225,9 +226,9 @@ class Regrouper:
             broken=broken,
             global_rank=self.options.global_rank,
         )
-        claims = self.inside.gather(claim, left)
-        member = self._member(claims) if self.inside.speaks else None
-        return self._join(self.inside.share(member, left), left)
+        claims = self.rendezvous.gather(claim, left)
+        member = self._member(claims) if self.rendezvous.is_leader else None
+        return self._join(self.rendezvous.share(member, left), left)
 
     def _member(self, claims: Sequence[Claim]) -> Member:
         options = self.options
@@ -255,7 +256,7 @@ class Regrouper:
         )
 
     def _join(self, member: Member, timeout_s: float) -> Quorum:
-        """As client.join, but ended at once by `cancel`."""
+        """As client.join, but `cancel` ends it at once."""
         with self._guard:
             self._ticket = self.client.request_quorum(member, *self.healing.reach.report(), timeout_s)
             ticket = self._ticket
@@ -264,7 +265,7 @@ class Regrouper:
         self.next_group.accept_invitations(ticket)
         due = False
         while not (answered := ticket.wait(timeout_s)) and self.training.invited and not due:
-            due = self.training.due  # the limit holds from when the training thread waits for the quorum
+            due = self.training.due  # the time limit starts when the training thread waits for the quorum
         if not answered:
             ticket.fail(ticket._on_timeout(ticket, timeout_s))
         return ticket.result(0.0)
@@ -279,23 +280,23 @@ class Regrouper:
             raise ManagerError(f"quorum {quorum.number} does not contain us ({self.options.replica_id})")
         if plan.top == NOWHERE:
             raise HealingFailed(plan.reason)
-        self._obey_state_loss(quorum, plan)
-        odd, why = misfit(said, [member.replica for member in quorum.members], plan.sources[0])
+        self._check_state_loss(quorum, plan)
+        odd, why = find_mismatch(said, [member.replica for member in quorum.members], plan.sources[0])
         if why:
-            if odd == index and not self.training.held.seen:  # one that trains already is right as it is
+            if odd == index and not self.training.held.seen:  # a replica that trains already is not to blame
                 raise ConfigurationError(why)
             raise GroupAborted(why)
         lost = self.training.form(quorum.number)
         if lost:
             raise GroupAborted(lost)
-        self._let_go(old, "the members changed")
+        self._leave_group(old, "the members changed")
         self.training.times.mark("old group left")
-        generation = Generation(quorum, plan, index, self.options.rank, self.group, self.box)
+        generation = Generation(quorum, plan, index, self.options.rank, self.group, self.votes)
         rolls = (index, self.options.rank) in plan.rolls_forward
         generation.drops = self._report_conflicts(said, plan, quorum.names, index)
         if index in plan.sources and plan.healing:
             self.healing.offer(generation, later=rolls or self.training.held.position != plan.top)
-        if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
+        if generation.heals and plan.top != FRESH:  # a fresh state is kept until the group is ready
             self.healing.begin(self.healing.prepare_fetch(plan), generation)
         with contextlib.ExitStack() as undo:
             undo.callback(self.healing.pause)
@@ -308,11 +309,11 @@ class Regrouper:
         self.training.publish(generation)
         return generation
 
-    def _obey_state_loss(self, quorum: Quorum, plan: QuorumPlan) -> None:
-        """Refuses to start over from step 0 where that would hide that checkpoints were not found."""
+    def _check_state_loss(self, quorum: Quorum, plan: QuorumPlan) -> None:
+        """Raises StateLost instead of starting over from step 0, if configured or if checkpoints were not restored."""
         if plan.top != FRESH or quorum.reached <= 0:
             return
-        why = f"over from step 0: all replicas that had come to step {quorum.reached} are gone"
+        why = f"over from step 0: all replicas that had reached step {quorum.reached} are gone"
         if self.options.on_state_loss == "stop":
             raise StateLost(f"this training would start {why}, and --on-state-loss is stop")
         if not self.options.on_state_loss and saves_checkpoints():
@@ -322,25 +323,25 @@ class Regrouper:
     def _report_conflicts(
         self, said: Sequence[ReplicaClaim], plan: QuorumPlan, names: Sequence[str], index: int
     ) -> bool:
-        """Steps that are dropped, to the log and, by the replica that drops them, as an incident; whether we do."""
+        """Logs steps that are dropped; the replica that drops them requests an incident. Whether this replica does."""
         ours = False
         for conflict in find_conflicts(said, plan):
             text = describe_conflict(conflict, plan, names)
             log.warning("%s", text)
             if conflict.replica == index:
                 ours = True
-                if self.inside.speaks:
-                    start_thread("allranks-conflict", self._ask_for_incident, text)
+                if self.rendezvous.is_leader:
+                    start_thread("allranks-conflict", self._request_incident, text)
         return ours
 
-    def _ask_for_incident(self, text: str) -> None:
+    def _request_incident(self, text: str) -> None:
         try:
             self.client.collect(text)
         except LighthouseError as error:
             log.warning("the lighthouse was not notified: %s", error)
 
     def _read_claims(self, quorum: Quorum) -> list[ReplicaClaim]:
-        """What the members say of their states; one that cannot be read is reported, and left out of the next quorum."""
+        """The members' claims; a member whose claim cannot be read is reported, and left out of the next quorum."""
         said = []
         for member in quorum.members:
             try:
@@ -350,14 +351,14 @@ class Regrouper:
                 raise GroupAborted(f"the claim of {member.replica} cannot be read: {error}") from error
         return said
 
-    def _let_go(self, old: Generation | None, reason: str) -> None:
-        """Takes the previous group down, so that nobody waits in it for us."""
+    def _leave_group(self, old: Generation | None, reason: str) -> None:
+        """Takes the previous group down, so that no member waits in it for us."""
         with self.training.changed:
             healthy = old is not None and old.usable
             if old is not None:
-                old.over = True
+                old.replaced = True
                 self.client.release(old.number)
-        self.box.abort(reason)
+        self.votes.abort(reason)
         (self.group.retire if healthy else self.group.abort)(reason)
 
     def _connect(self, quorum: Quorum, plan: QuorumPlan, said: Sequence[ReplicaClaim], index: int) -> None:
@@ -368,11 +369,11 @@ class Regrouper:
         others = [replica for place, replica in enumerate(said) if place != index]
         listeners = tuple(replica.ranks[rank].listener for replica in others)
         own_store = dist.PrefixStore(f"{prefix}/{rank}", store)
-        beside = known_ranks(replica.ranks[rank].global_rank for replica in said)
+        global_ranks = known_ranks(replica.ranks[rank].global_rank for replica in said)
         name = f"replicas/{quorum.number}" + (f"/{rank}" if self.options.world_size > 1 else "")
         limit_s = self.options.connect_timeout_s
-        spec = GroupSpec(own_store, index, len(said), quorum.number, listeners, name, beside, limit_s)
-        self.group.meet(spec, self.next_group.take(agreed(said), index, len(said)))
+        spec = GroupSpec(own_store, index, len(said), quorum.number, listeners, name, global_ranks, limit_s)
+        self.group.reconfigure(spec, self.next_group.take(agreed(said), index, len(said)))
         times.mark("communicator made")
         first = sum(len(replica.ranks) for replica in said[:index]) + rank
         voters = [claim for replica in said for claim in replica.ranks]
@@ -381,24 +382,24 @@ class Regrouper:
             Voter(place, claim.address, credential) for place, claim in enumerate(voters) if place != first
         ]
         name = f"{quorum.epoch}.{quorum.number}"
-        self.box.meet(name, quorum.number, first, other_voters, limit_s)
+        self.votes.connect(name, quorum.number, first, other_voters, limit_s)
         times.mark("voters connected")
 
     def _reach_store(self, address: str) -> dist.Store:
-        """A new client of the primary's store (also when that is us: aborting cuts clients, not the server)."""
-        self._meeting = ""
+        """A new client of the primary's store, even if that is this rank: an abort cuts clients, not the server."""
+        self._store_end = ""
         limit_s = min(self.options.connect_timeout_s, _STORE_S)
-        self._reaching = AbandonableCall(lambda: open_store(address, limit_s, self._reached))
+        self._opening = AbandonableCall(lambda: open_store(address, limit_s, self._note_store))
         try:
-            return self._reaching.result()
+            return self._opening.result()
         finally:
-            self._reaching = None
+            self._opening = None
 
-    def _reached(self, meeting: str) -> None:
-        self._meeting = meeting
+    def _note_store(self, end: str) -> None:
+        self._store_end = end
 
 
 def _short(error: BaseException) -> str:
-    """The first line of an error: gloo's carry a C++ location and a trace that help nobody here."""
+    """The first line of an error, without gloo's C++ location."""
     text = str(error).strip().splitlines()
     return text[0].split("] ")[-1] if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Everything a manager opens: lighthouse client, healing server, store, regrouping thread. Owns their life."""
+"""Opens and closes a manager's resources: lighthouse client, healing server, store, regrouping thread."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from allranks.model import cluster
 log = logging.getLogger("allranks.manager")
 
 _REPORT_EVERY_S = 0.1
-_DEPART_S = 5.0  # of waiting for the other ranks of a replica that has finished
-_DEPART_UNFINISHED_S = 0.5
-_CLOSE_S = 2.0  # of waiting for each thread
-_LEASE_LOOK_S = 0.02
+_FINISH_S = 5.0  # wait for the other ranks of a replica that has finished
+_LEAVE_S = 0.5  # the same for one that has not
+_CLOSE_S = 2.0  # wait for each thread
+_LEASE_POLL_S = 0.02
 
 
 @dataclass(eq=False)
 class ManagerResources:
-    """`start` opens everything, `close` leaves the job and takes it down."""
+    """`start` opens everything, `close` leaves the job and closes everything."""
 
     options: ManagerOptions
     training: TrainingState
@@ -68,47 +68,51 @@ class ManagerResources:
         self._store = store = host_store(options.host)
         self.group.choose_device()
         preparing = start_thread("allranks-prepare", self.group.prepare)
-        inside = ReplicaRendezvous(
-            options.rank, options.world_size, self._inside_store(), lambda: self.training.closing
+        rendezvous = ReplicaRendezvous(
+            options.rank, options.world_size, self._replica_store(), lambda: self.training.closing
         )
-        session = inside.agree("session", uuid.uuid4().hex, options.connect_timeout_s)
+        session = rendezvous.agree("session", uuid.uuid4().hex, options.connect_timeout_s)
         self.client = self._connect(session)
         self.server = HealServer(options.host, Keyring(options.token or find_token()), options.timeout_s)
         self.server.on_fetched = self.training.transferred
-        box = self._box(inside)
+        votes = self._make_votes(rendezvous)
         self._attach_group()
         self.server.start()
-        inside.connect(session, self.server.address, self.server.keys, options.connect_timeout_s)
+        rendezvous.connect(session, self.server.address, self.server.keys, options.connect_timeout_s)
         self.regrouper = Regrouper(
             options=options,
             training=self.training,
             client=self.client,
-            inside=inside,
+            rendezvous=rendezvous,
             group=self.group,
-            box=box,
+            votes=votes,
             server=self.server,
-            store_address=f"{options.host}:{store.port}" if inside.speaks else "",
-            healing=Healing(options, self.training, self.server, live, self.registered, self.sums, inside),
+            store_address=f"{options.host}:{store.port}" if rendezvous.is_leader else "",
+            healing=Healing(
+                options, self.training, self.server, live, self.registered, self.sums, rendezvous
+            ),
             may_come_late=may_come_late,
         )
         preparing.join()
-        self.client.subscribe(self._hear)
+        self.client.subscribe(self._on_notice)
         self._thread = start_thread("allranks-regroup", self.regrouper.run)
         return self
 
     def report(self, step: int) -> None:
-        """Tells the lighthouse how far we are, a few times a second."""
+        """Reports the step to the lighthouse, a few times a second."""
         now = time.monotonic()
         if now - self._reported >= _REPORT_EVERY_S:
             self._reported = now
             self.client.report(step=step, progress=step, health=self.health)
 
     def wait_for_lease(self, limit_s: float) -> None:
-        """Before each vote: returns at once while no other process can have our name. Without contact to the lighthouse
-        for long it waits, for it can then not be known; raises when another process has the name."""
+        """Before each vote: returns at once while no other process can have this replica's name. After a long time without
+        contact to the lighthouse it waits for contact; raises when another process has the name."""
         if self.client.may_commit():
             return
-        log.warning("no contact with the lighthouse for long: waiting, for another process may have our name")
+        log.warning(
+            "no contact with the lighthouse for long: waiting, another process may have this replica's name"
+        )
         deadline = time.monotonic() + limit_s
         with self.training.parking():
             while not self.client.may_commit():
@@ -117,11 +121,11 @@ class ManagerResources:
                     raise LighthouseUnreachable(
                         f"no contact with the lighthouse for {limit_s:.0f} s more: this replica must not commit"
                     )
-                time.sleep(_LEASE_LOOK_S)
+                time.sleep(_LEASE_POLL_S)
 
     def evict(self, replica: str, reason: str) -> None:
-        """Asks the lighthouse to; in a thread, for training continues meanwhile."""
-        log.error("%s is evicted: %s", replica, reason)
+        """Asks the lighthouse to evict a replica, in a thread, so that training continues."""
+        log.error("evicting %s: %s", replica, reason)
 
         def ask() -> None:
             try:
@@ -132,15 +136,15 @@ class ManagerResources:
         start_thread("allranks-evict", ask)
 
     def close(self, reason: str, finished: bool) -> None:
-        """Leaves, stops the thread, closes the groups and the servers."""
-        with contextlib.suppress(RuntimeError):  # the rank that hosts the store is gone already
-            self.regrouper.inside.depart(_DEPART_S if finished else _DEPART_UNFINISHED_S)
+        """Leaves, stops the thread, closes groups and server."""
+        with contextlib.suppress(RuntimeError):  # the rank that hosts the store may be gone
+            self.regrouper.rendezvous.wait_for_others(_FINISH_S if finished else _LEAVE_S)
         self.client.leave(reason, finished, *self.training.position)
         generation = self.training.generation
         if generation is not None:
-            generation.over = True
-        self.regrouper.box.shutdown()
-        self.regrouper.inside.mesh.shutdown()
+            generation.replaced = True
+        self.regrouper.votes.shutdown()
+        self.regrouper.rendezvous.mesh.shutdown()
         self.group.shutdown()
         self.regrouper.cancel()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -152,7 +156,7 @@ class ManagerResources:
     def _connect(self, session: str) -> Client:
         options = self.options
         recorder = record.current()
-        box = str(recorder.path) if recorder is not None and recorder.path is not None else ""
+        black_box = str(recorder.path) if recorder is not None and recorder.path is not None else ""
         return Client(
             ClientOptions(
                 addresses=tuple(options.lighthouse.split(",")),
@@ -162,28 +166,30 @@ class ManagerResources:
                 rank=options.rank,
                 connections=options.world_size,
                 beacon=options.proactive,
-                black_box=box,
+                black_box=black_box,
             )
         ).start(options.connect_timeout_s)
 
     def _attach_group(self) -> None:
-        """Its sockets are found, and cut by the liveness proxy when a member is gone."""
+        """Lets the liveness proxy shut down a gloo group's sockets when a member is gone."""
         if isinstance(self.group, ProcessGroupGloo):
             self.group.mesh.host = self.group.mesh.host or self.options.host
             if self.options.proactive:
                 self.group.on_connected = self.client.hold
 
-    def _box(self, inside: ReplicaRendezvous) -> VoteMesh:
-        box = VoteMesh(self.options.timeout_s)
+    def _make_votes(self, rendezvous: ReplicaRendezvous) -> VoteMesh:
+        votes = VoteMesh(self.options.timeout_s)
         if self.options.proactive:
-            box.on_connected = self.client.hold
+            votes.on_connected = self.client.hold
         own = mesh_name(self.client.session)
-        self.server.on_ballot = lambda name, *call: (inside.mesh if name == own else box).arrive(name, *call)
-        return box
+        self.server.on_voter = lambda name, *voter: (rendezvous.mesh if name == own else votes).accept(
+            name, *voter
+        )
+        return votes
 
-    def _inside_store(self) -> dist.Store | None:
-        """The store that the ranks of this replica share: their process group's, the one that is at the address
-        already (torchrun's, the script's own), or a new one."""
+    def _replica_store(self) -> dist.Store | None:
+        """The store that the ranks of this replica share: their process group's, the one that already listens at the
+        address (torchrun's, the script's own), or a new one."""
         options = self.options
         if options.world_size == 1:
             return None
@@ -198,19 +204,18 @@ class ManagerResources:
             )
         return dist.PrefixStore(f"allranks/{options.replica_id}", store)
 
-    def _hear(self, notice: cluster.Notice) -> None:
-        """On the client's thread: note, wake, return."""
+    def _on_notice(self, notice: cluster.Notice) -> None:
+        """Runs on the client's thread and must not block."""
         if isinstance(notice, cluster.MemberLost | cluster.MemberLeft | cluster.Evicted):
             left = notice if isinstance(notice, cluster.MemberLeft) else None
             position = (left.term, left.step) if left and left.step >= 0 else None
             gone = f"{notice.replica} is gone: {notice.reason}"
-            self._lost(
-                notice.number, notice.reason, gone, self.options.proactive or left is not None, position
-            )
+            act = self.options.proactive or left is not None
+            self._on_lost(notice.number, notice.reason, gone, act, position)
         elif isinstance(notice, cluster.QuorumWanted) and notice.broken:
-            self._lost(notice.number, notice.reason, notice.reason)
+            self._on_lost(notice.number, notice.reason, notice.reason)
         elif isinstance(notice, cluster.QuorumWanted):
-            self._wanted(notice)
+            self._on_replicas_waiting(notice)
         elif isinstance(notice, cluster.Superseded):
             log.error("this process must stop: %s", notice.reason)
             if (generation := self.training.generation) is not None:
@@ -220,24 +225,24 @@ class ManagerResources:
         elif isinstance(notice, cluster.LeaderMoved):
             log.info("the lighthouse is now %s", notice.address)
 
-    def _lost(
-        self, number: int, reason: str, said: str, act: bool = True, position: Position | None = None
+    def _on_lost(
+        self, number: int, reason: str, text: str, act: bool = True, position: Position | None = None
     ) -> None:
-        """A member of this quorum is gone, or has given it up: its group cannot work for us either."""
+        """A member of this quorum is gone, or has left its group: the group is broken."""
         if self.training.lost(number, reason, act, position):
-            log.warning("quorum %d: %s", number, said)
+            log.warning("quorum %d: %s", number, text)
         self.regrouper.interrupt(number, reason)
 
-    def _wanted(self, notice: cluster.QuorumWanted) -> None:
+    def _on_replicas_waiting(self, notice: cluster.QuorumWanted) -> None:
         generation = self.training.generation
         if not self.regrouper.next_group.prepare(notice):
             self.training.on_replicas_waiting(notice.reason)
-        if generation is not None and generation.usable and self.regrouper.box.peer_gone():
+        if generation is not None and generation.usable and self.regrouper.votes.peer_gone():
             self.training.break_group(generation, notice.reason)
 
 
 def _listens(host: str, port: int) -> bool:
-    """Whether there is a store already."""
+    """Whether a store already listens there."""
     try:
         socket.create_connection((host, port), timeout=2.0).close()
     except OSError:

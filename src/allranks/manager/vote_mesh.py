@@ -1,11 +1,11 @@
-"""The vote that ends a step, over plain sockets: every rank sends it to every rank, from the training thread.
+"""The vote that ends a step, over plain sockets: every rank sends its vote to every rank, on the training thread.
 
-It comes after every gradient has been reduced. If it succeeds, every rank knows that every rank holds the same
-gradients, and whether the membership should change, so all act at the same boundary. The lighthouse is not asked.
+Ranks vote after every gradient has been reduced. After a successful vote every rank knows that all ranks hold the same
+gradients, and whether the membership should change, so all act at the same step boundary, without the lighthouse.
 
-Runs in a rank. A gloo allreduce of five numbers costs four hand-overs between threads; a send and a receive
-cost none. Connections come in through the healing server (same port, same proof of membership). A vote costs about 12 us of
-CPU for each other voter: 0.8 ms for 64, 1.5 ms for 128, 15 ms for 1,024.
+Runs in a rank. A gloo allreduce of five numbers costs four thread switches; a send and a receive cost none. The healing
+server accepts the connections (same port, same authentication). A vote costs about 12 us of CPU for each other voter:
+0.8 ms for 64, 1.5 ms for 128, 15 ms for 1,024.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from allranks.manager.groups.gloo import close_in_children
 
 @dataclass(frozen=True)
 class Vote:
-    """What one rank says at the end of a step."""
+    """One rank's vote at the end of a step."""
 
     good: bool  # its gradients are reduced and it wants to commit
     news: bool  # the membership should change at this boundary
-    step: int  # the step it is about to make
-    small: int = 0  # digest of learning rates, loss scale and the like; 0: none
-    state: int = 0  # digest of parameters and optimizer state, in some steps; 0: not in this one
+    step: int  # the step to commit
+    small: int = 0  # digest of learning rates, loss scale and sampler positions; 0: none
+    state: int = 0  # digest of parameters and optimizer state, in some steps; 0: none
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Tally:
 
     @property
     def passed(self) -> bool:
-        """Everybody wants the step."""
+        """Whether all voted for the step."""
         return self.good == self.voters
 
     @property
@@ -68,18 +68,17 @@ class Tally:
 
 MAX_VOTERS = 4096
 _WAITING_S = 0.2
-# a connection whose other end answers nothing for this long is cut; a busy rank's kernel answers
-_CUT_S = 2.5
-# without any answer for this long when it ends: it was cut, not closed; a line that is open has one each second
+_CUT_S = 2.5  # a connection whose peer's kernel does not answer for this long is ended
+# a connection without an answer for this long was cut, not closed; an open one has one each second
 _SILENT_S = 1.3
-_GREETED = 100  # a server greets about so many callers at a time: in a larger quorum they call again
-_CALL_AGAIN_S = 0.05
-_REMEMBERED = 8  # early callers of that many meetings
+_GREETED = 100  # handshakes that a server runs at a time: in a larger quorum clients retry
+_RETRY_S = 0.05
+_REMEMBERED = 8  # meshes whose early connections are kept
 
 
 @dataclass(frozen=True)
 class Voter:
-    """Another voter: its place among the voters, its address, and the credential that it expects."""
+    """Another voter: its index among the voters, its address, and the credential that it expects."""
 
     place: int
     address: str
@@ -88,23 +87,22 @@ class Voter:
 
 @dataclass(eq=False)
 class VoteMesh:
-    """At most one meeting at a time; `abort` may come from any thread and ends a blocked vote."""
+    """Connections to all voters of one quorum at a time; `abort` may come from any thread and ends a blocked vote."""
 
     timeout_s: float = 60.0
-    places: int = MAX_VOTERS  # a voter beyond is refused
+    places: int = MAX_VOTERS  # voters with a higher index are refused
     on_connected: Callable[[list[int], int], None] | None = None  # (descriptors, quorum number)
-    _early: dict[str, dict[int, socket.socket]] = field(default_factory=dict)  # meeting -> caller -> socket
+    _early: dict[str, dict[int, socket.socket]] = field(default_factory=dict)  # mesh name -> voter -> socket
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _open: list[socket.socket] = field(default_factory=list)  # of the meeting, also while it is being made
-    _lines: list[socket.socket] = field(
-        default_factory=list
-    )  # once all have come, in the order of the voters
+    _open: list[socket.socket] = field(default_factory=list)  # also while connecting
+    # once all are connected, in the order of the voters
+    _lines: list[socket.socket] = field(default_factory=list)
     _places: list[int] = field(default_factory=list)  # of the voters at the other ends
-    silent: frozenset[int] = frozenset()  # voters that were cut off from us when the meeting ended
-    _place: int = 0  # ours among the voters
+    silent: frozenset[int] = frozenset()  # voters that were cut off when the mesh ended
+    _place: int = 0  # our index among the voters
     _error: str = ""
 
-    def meet(
+    def connect(
         self,
         name: str,
         number: int,
@@ -112,7 +110,7 @@ class VoteMesh:
         others: Sequence[Voter],
         limit_s: float,
     ) -> None:
-        """Connects to every other voter: we call those before us, those after us call."""
+        """Connects to every other voter: to those before us; those after us connect to us."""
         self.abort("the members changed")
         with self._changed:
             self._error, self.silent = "", frozenset()
@@ -130,8 +128,8 @@ class VoteMesh:
         if self.on_connected is not None:
             self.on_connected(descriptors, number)
 
-    def arrive(self, name: str, place: int, line: socket.socket) -> None:
-        """The healing server hands a caller over; it may come before we know of the meeting."""
+    def accept(self, name: str, place: int, line: socket.socket) -> None:
+        """Takes a voter's connection from the healing server, perhaps before we know of its quorum."""
         if not 0 <= place < self.places:
             line.close()
             return
@@ -145,7 +143,7 @@ class VoteMesh:
                     forgotten.close()
             self._changed.notify_all()
 
-    def cast(self, vote: Vote) -> Tally:
+    def vote(self, vote: Vote) -> Tally:
         """Votes and waits for the others; raises GroupAborted when one of them is gone."""
         votes = self.exchange((vote.step, vote.good, vote.news, vote.small, vote.state))
         steps, good, news, small, state = zip(*votes, strict=True)
@@ -166,8 +164,8 @@ class VoteMesh:
     ) -> list[tuple[int, ...]]:
         """Sends numbers to every other voter; returns those of all, in the order of the voters.
 
-        `counts`: how many numbers each sends, if not as many as we. `waiting` is called every 0.2 s, and then there is no
-        limit: another rank may be saving or evaluating. A voter that is gone ends it with GroupAborted.
+        `counts`: how many numbers each voter sends, if not as many as this one. `waiting` is called every 0.2 s; with it
+        there is no time limit, since another rank may be saving or evaluating. Raises GroupAborted when a voter is gone.
         """
         lines, message = self._lines, struct.pack(f"!{len(numbers)}q", *numbers)
         sizes = [8 * count for count in counts] or [len(message)] * (len(lines) + 1)
@@ -175,7 +173,7 @@ class VoteMesh:
         found = [message]
         try:
             for line in lines:
-                self._tell(line, message)
+                self._send(line, message)
             for line, size in zip(lines, sizes, strict=True):
                 while waiting is not None and not select.select([line], (), (), _WAITING_S)[0]:
                     waiting()
@@ -188,7 +186,7 @@ class VoteMesh:
         return [struct.unpack(f"!{len(data) // 8}q", data) for data in found]
 
     def abort(self, reason: str = "aborted") -> None:
-        """Ends the meeting, finished or in the making."""
+        """Ends all connections, also while connecting."""
         with self._changed:
             self._error = self._error or reason
             if self._lines:
@@ -202,7 +200,6 @@ class VoteMesh:
             line.close()
 
     def shutdown(self) -> None:
-        """For good."""
         self.abort("shut down")
         with self._changed:
             for callers in self._early.values():
@@ -211,11 +208,11 @@ class VoteMesh:
             self._early.clear()
 
     def peer_gone(self) -> bool:
-        """Whether a voter has closed its line already."""
+        """Whether a voter has closed its connection."""
         return bool(self.gone())
 
     def gone(self) -> list[int]:
-        """The voters that have closed their lines."""
+        """The voters that have closed their connections."""
         watch = select.poll()
         with self._changed:
             places = dict(zip((line.fileno() for line in self._lines), self._places, strict=True))
@@ -227,8 +224,8 @@ class VoteMesh:
         for line in self._open:
             line.close()
 
-    def _tell(self, line: socket.socket, form: bytes) -> None:
-        line.sendall(form)
+    def _send(self, line: socket.socket, message: bytes) -> None:
+        line.sendall(message)
 
     def _call(self, name: str, place: int, voter: Voter, deadline: float, again: int) -> socket.socket:
         left_s = max(0.1, deadline - time.monotonic())
@@ -241,25 +238,25 @@ class VoteMesh:
         except ChannelError as error:
             if self._error or not again:
                 raise GroupAborted(self._error or f"voter {voter.place}: {error}") from None
-            time.sleep(_CALL_AGAIN_S)
+            time.sleep(_RETRY_S)
             return self._call(name, place, voter, deadline, again - 1)
         return line
 
     def _await(self, name: str, places: set[int], deadline: float) -> list[socket.socket]:
         found: dict[int, socket.socket] = {}
 
-        def came() -> bool:
+        def connected() -> bool:
             found.update(self._early.pop(name, {}))
             return bool(self._error) or places <= set(found)
 
         with self._changed:
-            self._changed.wait_for(came, max(0.0, deadline - time.monotonic()))
+            self._changed.wait_for(connected, max(0.0, deadline - time.monotonic()))
         for line in found.values():
             self._own(line)
         if self._error:
             raise GroupAborted(self._error)
         if not places <= set(found):
-            raise GroupAborted(f"voters {sorted(places - set(found))} did not come")
+            raise GroupAborted(f"voters {sorted(places - set(found))} did not connect")
         return [found[place] for place in sorted(places)]
 
     def _own(self, line: socket.socket) -> None:

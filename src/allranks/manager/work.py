@@ -1,4 +1,4 @@
-"""What `Manager.allreduce` returns: a work whose failure fails the step, never the process. And futures like that."""
+"""The work that `Manager.allreduce` returns, whose failure fails the step, not the process; and futures like it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLICE = timedelta(seconds=0.2)
 
 
 def neutral(op: dist.ReduceOp, dtype: torch.dtype) -> float:
-    """What changes no result of `op`: given by a replica that does not take part."""
+    """The neutral value of `op`, contributed by a replica that does not participate."""
     if op == dist.ReduceOp.PRODUCT:
         return 1
     if op not in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
@@ -29,11 +29,10 @@ def neutral(op: dist.ReduceOp, dtype: torch.dtype) -> float:
 
 
 def wait_while(work: dist.Work, usable: Callable[[], bool], gone: Callable[[], bool] = lambda: False) -> None:
-    """Waits for a raw work as long as its group is usable; raises RuntimeError when it failed or is given up.
+    """Waits for a raw work while its group is usable; raises RuntimeError when it failed or is abandoned.
 
-    gloo can miss that its sockets were shut, by us or by a peer (seen: a send that had just been queued), and would
-    then sit there until the group's timeout. A work that is not done soon after its group broke, or after a peer is
-    `gone`, is left alone.
+    gloo can miss that a socket was shut down, by us or by a peer (seen: a send that had just been queued), and would then
+    wait until the group's timeout. So a work that does not end soon after its group broke, or a peer is `gone`, is abandoned.
     """
     given_up = not usable()
     while True:
@@ -41,42 +40,42 @@ def wait_while(work: dist.Work, usable: Callable[[], bool], gone: Callable[[], b
             work.wait(_SLICE)
             return
         except RuntimeError:
-            if work.is_completed():  # perhaps just after our slice of time was over: ask it how it ended
+            if work.is_completed():  # perhaps just after our time slice: gets its result
                 work.wait()
                 return
             if given_up:
-                raise GroupAborted("the group broke and its pending operation was given up") from None
+                raise GroupAborted("the group broke and its pending operation was abandoned") from None
             given_up = not usable() or gone()
 
 
 def wait_on_device(
     work: dist.Work, usable: Callable[[], bool], gone: Callable[[], bool] = lambda: False
 ) -> None:
-    """The same for a work on a GPU: NCCL takes a wait that ran out of time for a failure, so the stream is asked instead.
+    """As `wait_while`, for a work on a GPU: queries the stream, since NCCL treats a wait that timed out as a failure.
 
-    Not the work: where works were asked while their communicator was aborted (NCCL takes 0.6 s for that), the next
-    communicator was ready only after it, most likely because `is_completed` waits for a lock without releasing the GIL.
+    Does not query the work: while its communicator is aborted (0.6 s), `is_completed` seems to wait for a lock without
+    releasing the GIL, which delayed the next communicator.
     """
     work.wait()  # orders the streams, at once
     arrived = torch.cuda.Event()
     arrived.record()
     pause_s, given_up = 0.00005, False
-    look_at = time.monotonic() + _SLICE.total_seconds()
-    while not arrived.query():  # the vote needs to know on the host that the gradients are there
-        if time.monotonic() >= look_at:
+    check_at = time.monotonic() + _SLICE.total_seconds()
+    while not arrived.query():  # the host must know before the vote that the gradients have arrived
+        if time.monotonic() >= check_at:
             if given_up:
-                raise GroupAborted("a member was cut off and its pending operation was given up")
-            given_up, look_at = gone(), look_at + _SLICE.total_seconds()
+                raise GroupAborted("a member was cut off and its pending operation was abandoned")
+            given_up, check_at = gone(), check_at + _SLICE.total_seconds()
         if not usable():
-            raise GroupAborted("the group broke and its pending operation was given up")
+            raise GroupAborted("the group broke and its pending operation was abandoned")
         time.sleep(pause_s)
         pause_s = min(0.002, pause_s * 1.5)
-    if not usable():  # an aborted operation ends too
+    if not usable():  # an aborted operation completes too
         raise GroupAborted("the group broke while its operation was pending")
 
 
 class ManagedWork:
-    """Waits like a torch `Work`. An error is reported to the manager once and then swallowed."""
+    """Behaves like a torch `Work`. Reports an error to the manager once, and does not raise it."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class ManagedWork:
         usable: Callable[[], bool] = lambda: True,
         gone: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._work = work  # None: nothing was started, the step has failed already
+        self._work = work  # None: not started, because the step has failed already
         self._tensor = tensor
         self._on_error = on_error
         self._usable = usable
@@ -94,7 +93,7 @@ class ManagedWork:
         self.failed = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until done; False when it failed (and with it the step). The group's timeout is the limit."""
+        """Blocks until done; False when it failed, and with it the step. The group's timeout is the limit."""
         work, self._work = self._work, None
         if work is not None:
             try:
@@ -114,7 +113,7 @@ class ManagedWork:
         return not self.failed
 
     def exception(self) -> None:
-        """Always None: errors are the manager's business (`Manager.errored`)."""
+        """Always None: see `Manager.errored`."""
 
     def synchronize(self) -> None:
         self.wait()
@@ -146,10 +145,10 @@ def result_or_default(
     limit_s: float,
     on_error: Callable[[Exception], None],
 ) -> torch.futures.Future[object]:
-    """Holds what `future` brings; `default`, and the error is reported, when that fails or does not come in time."""
+    """A future with the value of `future`; with `default` if that fails or times out, after reporting the error."""
     here = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else None
     outer: torch.futures.Future[object] = torch.futures.Future(devices=here)
-    first = threading.Lock()  # taken by who settles it, and never given back
+    first = threading.Lock()  # acquired once, by the first to settle it
 
     def settle(value: object, error: Exception | None = None) -> None:
         if first.acquire(blocking=False):
@@ -158,7 +157,7 @@ def result_or_default(
             outer.set_result(value)
 
     timer = threading.Timer(
-        limit_s, lambda: settle(default, TimeoutError(f"a future did not come true in {limit_s:.1f} s"))
+        limit_s, lambda: settle(default, TimeoutError(f"a future did not complete in {limit_s:.1f} s"))
     )
     timer.daemon = True
 

@@ -1,1 +1,1 @@
-"""Keeps replicas running: restarts, logs, orphans. Runs in the agent; knows nothing of incidents."""
+"""Keeps replicas running: restarts, logs, orphans. Runs in the agent; independent of incidents."""

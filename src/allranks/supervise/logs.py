@@ -1,4 +1,4 @@
-"""Output of ranks: every line gets its rank in front on the terminal, and goes unchanged to a file."""
+"""The output of ranks: each line goes to the terminal with a rank prefix, and unchanged to a file."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from typing import BinaryIO
 from allranks.blackbox.files import fallback_folder, make_folder
 
 MAX_LINE_BYTES = 1 << 16
-MAX_WAITING_BYTES = 8 << 20  # of lines that the terminal has not taken yet
+MAX_WAITING_BYTES = 8 << 20  # of lines that the terminal has not accepted yet
 CLOSE_S = 2.0
-ROOM_BYTES = 1 << 30  # that a file system must have for logs
-SCARCE_BYTES = ROOM_BYTES // 4  # with less than this, or with longer logs, their beginnings are given back
-KEPT_BYTES = 1 << 20  # of a log, then
+ROOM_BYTES = 1 << 30  # free space that a file system for logs must have
+SCARCE_BYTES = ROOM_BYTES // 4  # with less free space, or longer logs, the beginnings of logs are discarded
+KEPT_BYTES = 1 << 20  # kept at the end of a log then
 TRIM_S = 0.5
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
 class Terminal:
-    """Writes to a terminal or pipe on a thread of its own: one that takes nothing (Ctrl-S, a full pipe) holds up nobody.
+    """Writes to a terminal or pipe on its own thread, so that a blocked one (Ctrl-S, a full pipe) blocks no other thread.
 
-    `start()` and `close()` own the thread. What does not fit is left out, and said; the log files have it.
+    `start()` and `close()` own the thread. Lines beyond the limit are dropped, with a note; the log files have them.
     """
 
     def __init__(self, fd: int) -> None:
-        # not a Python file: its lock, held by a write that blocks, would stop the interpreter's end
+        # not a Python file, whose lock, held by a blocked write, would block the interpreter's exit
         self._fd = fd
         self._waiting: deque[bytes] = deque()
-        self._size = self._left_out = 0
+        self._size = self._dropped = 0
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="allranks-terminal", daemon=True)
@@ -45,17 +45,16 @@ class Terminal:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes what is waiting, within a short time."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join(CLOSE_S)
 
     def write(self, lines: bytes) -> None:
-        """Soon; never blocks."""
+        """Queues lines; never blocks."""
         with self._changed:
             if self._size + len(lines) > MAX_WAITING_BYTES:
-                self._left_out += lines.count(b"\n")
+                self._dropped += lines.count(b"\n")
                 return
             self._waiting.append(lines)
             self._size += len(lines)
@@ -64,15 +63,15 @@ class Terminal:
     def _run(self) -> None:
         while (lines := self._next()) is not None:
             try:
-                # small writes of whole lines: what others write to the same place cannot tear them
+                # small writes of whole lines, which the output of other processes cannot split
                 at, view = 0, memoryview(lines)
                 while at < len(lines):
                     at += self._write(view[at : _end_of_lines(lines, at)])
             except OSError:
-                return  # nobody reads any more
+                return  # the reader has closed
 
     def _write(self, lines: memoryview) -> int:
-        """As os.write; a terminal that another program made non-blocking is waited for."""
+        """As os.write, but waits for a terminal that another program has made non-blocking."""
         try:
             return os.write(self._fd, lines)
         except BlockingIOError:
@@ -80,20 +79,20 @@ class Terminal:
             return 0
 
     def _next(self) -> bytes | None:
-        """What to write next; None when all is written and it is closed."""
+        """The next lines to write; None when all are written after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
                 return None
             lines = b"".join(self._waiting)
             self._waiting.clear()
-            left_out, self._size, self._left_out = self._left_out, 0, 0
-        note = f"[allranks] {left_out} lines left out: the terminal does not keep up; the logs have them\n"
-        return lines + note.encode() if left_out else lines
+            dropped, self._size, self._dropped = self._dropped, 0, 0
+        note = f"[allranks] {dropped} lines dropped: terminal too slow; the log files have them\n"
+        return lines + note.encode() if dropped else lines
 
 
 def _end_of_lines(lines: bytes, at: int) -> int:
-    """Where a write that begins `at` ends: behind as many whole lines as a pipe takes in one piece, or one longer line."""
+    """The end of a write that begins `at`: as many whole lines as a pipe takes atomically, or one longer line."""
     if len(lines) - at <= select.PIPE_BUF:
         return len(lines)
     return lines.rfind(b"\n", at, at + select.PIPE_BUF) + 1 or lines.find(b"\n", at) + 1 or len(lines)
@@ -101,7 +100,7 @@ def _end_of_lines(lines: bytes, at: int) -> int:
 
 @dataclass
 class LogPump:
-    """Reads one rank's pipe without ever blocking; `read()` is called when the pipe is readable."""
+    """Reads one rank's pipe without blocking; call `read()` when the pipe is readable."""
 
     fd: int
     prefix: str
@@ -110,7 +109,7 @@ class LogPump:
     _rest: bytes = field(default=b"")
 
     def read(self) -> bool:
-        """Passes on what is there. False once the other side has closed the pipe."""
+        """Passes the available output on. False once the other side has closed the pipe."""
         try:
             chunk = os.read(self.fd, 1 << 16)
         except BlockingIOError:
@@ -126,7 +125,7 @@ class LogPump:
         return True
 
     def close(self) -> None:
-        """Drains what is left and closes the pipe and the file."""
+        """Reads the remaining output, then closes the pipe and the file."""
         try:
             while self.read() and select.select([self.fd], [], [], 0)[0]:
                 pass
@@ -154,7 +153,7 @@ class LogPump:
 
 
 def find_room(job: Path) -> Path | None:
-    """Where a job's logs go: below its folder, or on disk; None where ranks that write to files would run out of room one day."""
+    """The folder for a job's logs: below its own, or on disk; None if log files could run out of space."""
     if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         return None
     for folder in (job, fallback_folder(job.name)):
@@ -171,7 +170,7 @@ def _free(folder: Path) -> int:
 
 
 class LogTrimmer:
-    """Keeps our logs from filling memory or a disk while ranks write on. `start()` and `close()` own the thread."""
+    """Keeps log files from filling memory or a disk while ranks write. `start()` and `close()` own the thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -187,12 +186,12 @@ class LogTrimmer:
 
     def _run(self) -> None:
         while not self._closed.wait(TRIM_S):
-            with contextlib.suppress(OSError):  # a folder that is not there yet, or no longer
+            with contextlib.suppress(OSError):  # the folder may not exist
                 trim(self._folder)
 
 
 def trim(folder: Path, most: int = SCARCE_BYTES, scarce: int = SCARCE_BYTES) -> None:
-    """Gives back the room of all but the ends of long logs. Their length stays: who writes or reads one notices nothing."""
+    """Frees the space of long logs except for their ends. The files keep their length, so that writers and readers continue."""
     limit = 2 * KEPT_BYTES if _free(folder) < scarce else most
     libc = ctypes.CDLL(None)
     for path in folder.rglob("*.log"):
@@ -204,9 +203,9 @@ def trim(folder: Path, most: int = SCARCE_BYTES, scarce: int = SCARCE_BYTES) -> 
 
 
 def open_log(folder: Path | None, name: str) -> BinaryIO | None:
-    """Opens a rank's log file for appending, or None when there is no folder or it cannot be written.
+    """Opens a rank's log file for appending; None without a folder, or if the file cannot be written.
 
-    Not through a link, nor into a pipe: others may be able to write to the folder.
+    Refuses links and pipes, since other users may be able to write to the folder.
     """
     if folder is None:
         return None

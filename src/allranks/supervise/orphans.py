@@ -1,10 +1,10 @@
-"""Ends what ranks have started when the agent itself is killed: no orphan, ever.
+"""Kills the children of ranks when the agent itself is killed, so that no orphans remain.
 
-The kernel ends the ranks of a dead agent, but not the ranks' own children (a DataLoader worker that sleeps, a command).
-A small process with nothing of torch holds a pipe to the agent. While the agent lives it only listens; when the pipe
-closes, it kills the process groups that it was told of and ends.
+The kernel kills the ranks of a dead agent, but not the ranks' own children (a sleeping DataLoader worker, a command). A
+small process without torch reads a pipe from the agent; when the pipe closes, it kills the registered process groups
+and exits.
 
-python orphans.py      (its orders come on stdin: "+PID" a rank has started, "-PID" nothing of it is left)
+python orphans.py      (reads orders from stdin: "+PID" a rank has started, "-PID" its group has ended)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 
 
 def sweep(group: int) -> None:
-    """Ends what a rank has left behind: a worker that sleeps outlives its parent and keeps memory and devices."""
+    """Kills the process group of a rank: a sleeping worker would outlive its parent and hold memory and devices."""
     try:
         os.killpg(group, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -24,25 +24,25 @@ def sweep(group: int) -> None:
 
 
 class Guard:
-    """The agent's side. Ranks are leaders of process groups; what leaves its rank's group is not ended with it."""
+    """The agent's side. Ranks lead process groups; a process that leaves its rank's group is not killed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts the process, in a session of its own: Ctrl-C is not for it."""
+        """Starts the process in its own session, away from Ctrl-C."""
         command = [sys.executable, "-I", "-S", __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def add(self, rank: int) -> None:
-        self._tell(b"+%d\n" % rank)
+        self._send(b"+%d\n" % rank)
 
     def remove(self, rank: int) -> None:
-        """The rank has ended, and nothing of it is to be ended later."""
-        self._tell(b"-%d\n" % rank)
+        """The rank has ended, and none of its children remains."""
+        self._send(b"-%d\n" % rank)
 
     def close(self) -> None:
-        """Ends the guard, and with it what it still guards."""
+        """Ends the process, which kills the groups that are still registered."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -52,18 +52,18 @@ class Guard:
             process.kill()
             process.wait()
 
-    def _tell(self, order: bytes) -> None:
+    def _send(self, order: bytes) -> None:
         if self._process is None or self._process.stdin is None:
             return
         try:
             self._process.stdin.write(order)
             self._process.stdin.flush()
         except OSError:
-            pass  # somebody ended the guard: ranks still die with the agent
+            pass  # the process was killed; ranks still die with the agent
 
 
 def listen() -> None:
-    """Until the agent is gone or done."""
+    """Reads orders until the agent is gone or done, then kills the remaining groups."""
     guarded: set[int] = set()
     while order := sys.stdin.buffer.readline():
         (guarded.add if order[:1] == b"+" else guarded.discard)(int(order[1:]))

@@ -1,7 +1,7 @@
-"""Replica mode: starts each replica's ranks, and starts a dead replica again while the others train on.
+"""Replica mode: starts each replica's ranks, and restarts a dead replica while the others continue training.
 
-Runs in the agent, imports no torch. One selector loop watches the ranks by pidfd, their output, and the
-requests of other threads. Signals only note themselves; the loop acts.
+Runs in the agent, imports no torch. One selector loop watches the ranks by pidfd, their output, and the requests of
+other threads. Signal handlers only set a number; the loop acts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ReplicaOptions:
     replicas: int
     ranks_per_replica: int = 1
     first_replica: int = 0  # number of this node's first replica in the job
-    total_replicas: int | None = None  # over all nodes; None = this node's
+    total_replicas: int | None = None  # over all nodes; None: this node's
     environment: dict[str, str] = field(default_factory=dict)
     restarts: RestartOptions = field(default_factory=RestartOptions)
     stop_grace_s: float = 10.0  # between SIGTERM and SIGKILL
@@ -54,7 +54,7 @@ class ReplicaOptions:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a replica; told to `on_event` for the incident log and the page."""
+    """Something that happened to a replica, for `on_event`."""
 
     kind: Literal["started", "rank_exited", "restarting", "set_aside", "finished", "stopped"]
     replica: int
@@ -67,7 +67,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Request:
-    """What another thread asks of the supervisor."""
+    """An action that another thread requests from the supervisor."""
 
     action: Literal["restart", "stop", "set_aside"]
     replica: int
@@ -85,7 +85,7 @@ class _Rank:
 @dataclass
 class _Replica:
     number: int
-    port: HeldPort | None = None  # where its ranks meet
+    port: HeldPort | None = None  # its MASTER_PORT
     ranks: list[_Rank] = field(default_factory=list)
     history: RestartHistory = field(default_factory=RestartHistory)
     started_s: float = 0.0
@@ -94,8 +94,8 @@ class _Replica:
     kill_at_s: float = 0.0
     after_stop: Literal["restart", "stop", "set_aside"] = "restart"
     reason: str = ""
-    raised: bool = False  # it ended by itself with an exit code, which may come again; else it was killed
-    exits: dict[int, int] = field(default_factory=dict)  # of its last life: pid -> exit code
+    raised: bool = False  # it exited by itself with an error, which may repeat; else it was killed
+    exits: dict[int, int] = field(default_factory=dict)  # of its last processes: pid -> exit code
     failures: list[Failure] = field(default_factory=list)  # of its program
 
 
@@ -105,27 +105,28 @@ class Supervisor:
 
     options: ReplicaOptions
     on_event: Callable[[Event], None] = lambda event: None
-    trained: Callable[[int], bool] = lambda replica: False  # whether its last processes trained for a while
+    # whether a replica's last processes trained for a while
+    trained: Callable[[int], bool] = lambda replica: False
     _replicas: dict[int, _Replica] = field(default_factory=dict)
     _requests: queue.SimpleQueue[Request] = field(default_factory=queue.SimpleQueue)
     _wake: int = -1  # an eventfd
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _guard: Guard = field(default_factory=Guard)
     _terminal: Terminal | None = None
-    failure: Callable[[int, dict[int, int]], Failure | None] = lambda replica, exits: None  # of its last life
+    #: how the program of a replica's last processes failed; the argument is their pid -> exit code
+    failure: Callable[[int, dict[int, int]], Failure | None] = lambda replica, exits: None
     _signal: int = 0
     before_end: Callable[[], object] = lambda: None  # called once when all replicas have ended
-    _program_error: str = ""  # all replicas have it: none is started again
-    _given_up: str = ""  # the same, from another thread
-    _finished_s: float | None = None  # when the first replica finished by itself: the training is over
+    _given_up: str = ""  # why the job ends: its program cannot train
+    _finished_s: float | None = None  # when the first replica finished by itself
 
     def request(self, request: Request) -> None:
-        """Asks for an action from any thread; it is carried out by the loop."""
+        """Requests an action of the loop, from any thread."""
         self._requests.put(request)
         self.wake()
 
     def wake(self) -> None:
-        """Makes the loop look again now."""
+        """Wakes the loop."""
         if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
@@ -135,23 +136,23 @@ class Supervisor:
         self.wake()
 
     def note_signal(self, number: int, frame: object = None) -> None:
-        """A signal handler: only notes; the loop stops all replicas and passes the signal on."""
+        """A signal handler: the loop then stops all replicas and passes the signal on."""
         self._signal = number
         self.wake()
 
     def pids(self) -> dict[int, int]:
-        """Global rank -> pid of the ranks that are running now."""
+        """Global rank -> pid of the running ranks."""
         return {rank.number: rank.process.pid for r in self._replicas.values() for rank in r.ranks}
 
     def has(self, replica: int) -> bool:
         return 0 <= replica - self.options.first_replica < self.options.replicas
 
     def is_running(self, replica: int) -> bool:
-        """Whether it trains, as far as we know: it is not about to be stopped or started."""
+        """Whether the replica's ranks run and are not being stopped."""
         return replica in self._replicas and self._replicas[replica].state == "running"
 
     def restarted(self) -> tuple[int, ...]:
-        """Replicas that are in a second or later life, or about to be."""
+        """Replicas that were restarted, or are about to be."""
         alive = [r for r in self._replicas.values() if r.state in ("waiting", "running")]
         return tuple(r.number for r in alive if r.history.restarts)
 
@@ -174,13 +175,13 @@ class Supervisor:
                 self._stop_latecomers()
                 if self._signal:
                     return self._stop_all()
-                if self._given_up or self._program_error:
+                if self._given_up:
                     break
             else:
                 self.before_end()
-            if reason := self._given_up or self._program_error:
+            if self._given_up:
                 self._stop_all()
-                log.error("%s", reason)
+                log.error("%s", self._given_up)
                 return 1
             return self._exit_code()
         finally:
@@ -195,7 +196,7 @@ class Supervisor:
     def _turn(self) -> None:
         """Waits for the next events and handles them."""
         for key, _ in self._selector.select(self._timeout()):
-            if self._selector.get_map().get(key.fileobj) == key:  # not ended by one before it
+            if self._selector.get_map().get(key.fileobj) == key:  # not unregistered by an earlier event
                 key.data()
 
     # starting
@@ -248,7 +249,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that its children (DataLoader workers, commands) can be ended with it
+            start_new_session=True,  # so that its children (DataLoader workers, commands) can be killed with it
         )
         self._guard.add(process.pid)
         assert process.stdout is not None
@@ -262,7 +263,7 @@ class Supervisor:
         self._selector.register(fd, selectors.EVENT_READ, lambda: self._output(rank))
         return rank
 
-    # what happens to ranks
+    # events of ranks
 
     def _output(self, rank: _Rank) -> None:
         if not rank.pump.read():
@@ -270,7 +271,7 @@ class Supervisor:
 
     def _exited(self, replica: _Replica, rank: _Rank) -> None:
         code = rank.process.poll()
-        if code is None:  # a debugger is attached, which keeps the exit code until it lets go
+        if code is None:  # an attached debugger keeps the exit code until it detaches
             code = -signal.SIGKILL if replica.state == "stopping" else 1
         self._end_rank(replica, rank, code, describe_exit(code))
 
@@ -278,12 +279,13 @@ class Supervisor:
         pid = rank.process.pid
         self._forget(rank)
         replica.exits[pid] = code
-        if code != 0 or replica.state == "stopping":  # a rank that ended well may have left an upload running
+        if (
+            code != 0 or replica.state == "stopping"
+        ):  # a rank that exited with 0 may have left an upload running
             sweep(pid)
         self._guard.remove(pid)
         replica.ranks.remove(rank)
-        # Ctrl-C reaches the ranks as well: that they end is what was asked for
-        asked = replica.state == "stopping" or self._signal != 0
+        asked = replica.state == "stopping" or self._signal != 0  # Ctrl-C reaches the ranks as well
         self._tell(Event("rank_exited", replica.number, detail, rank.number, code, pid, asked))
         if code != 0 and replica.state == "running":
             replica.raised = code > 0
@@ -313,7 +315,7 @@ class Supervisor:
         elif error:
             delay, why = None, f"set aside: {error}"
         elif self.training_over:
-            delay, why = None, "not started again: the training is over"
+            delay, why = None, "not restarted: the training has finished"
         if delay is None:
             replica.state = "aside"
             self._tell(Event("set_aside", replica.number, why))
@@ -324,19 +326,19 @@ class Supervisor:
 
     @property
     def training_over(self) -> bool:
-        """Whether a replica has finished, and others have had time to do so: none is started again. From any thread."""
+        """Whether a replica has finished, and the others have had time to: none is restarted. From any thread."""
         done_s = self._finished_s
         return done_s is not None and time.monotonic() >= done_s + self.options.finish_grace_s
 
     def _find_program_error(self, replica: _Replica) -> str:
-        """Why it makes no sense to start the replica again; when all replicas have the same error, the job ends."""
+        """Why a restart of the replica would not help; if all replicas have the same error, the job ends."""
         failure = self.failure(replica.number, replica.exits)
         if failure is None:
             return ""
         replica.failures = [*replica.failures, failure][-SAME_FAILURES:]
         histories = {other.number: other.failures for other in self._replicas.values()}
-        self._program_error = self._program_error or find_common_error(histories, len(self._replicas))
-        return self._program_error or find_program_error(replica.failures)
+        self._given_up = self._given_up or find_common_error(histories, len(self._replicas))
+        return self._given_up or find_program_error(replica.failures)
 
     # stopping
 
@@ -364,7 +366,7 @@ class Supervisor:
                         self._abandon(replica, rank)
 
     def _abandon(self, replica: _Replica, rank: _Rank) -> None:
-        """SIGKILL does not end it (a D state): the job continues or ends without it, and its replica is set aside."""
+        """SIGKILL does not end the rank (state D): the job continues or ends without it, and its replica is set aside."""
         why = f"pid {rank.process.pid} has not ended {self.options.kill_grace_s:g} s after SIGKILL"
         log.error("rank %d is abandoned: %s (state %s)", rank.number, why, process_state(rank.process.pid))
         replica.after_stop = "stop" if replica.after_stop == "stop" else "set_aside"
@@ -372,12 +374,12 @@ class Supervisor:
         self._end_rank(replica, rank, -signal.SIGKILL, why)
 
     def _stop_latecomers(self) -> None:
-        """A replica that came back too late would train alone from the start: it is stopped."""
+        """Stops replicas that were restarted too late, which would train alone from the start."""
         if not self.training_over:
             return
         for replica in self._replicas.values():
             if replica.history.restarts and replica.state == "running":
-                self._begin_stop(replica, "stop", "the training is over")
+                self._begin_stop(replica, "stop", "the training has finished")
             elif replica.state == "waiting":
                 replica.state = "finished"
 
@@ -393,7 +395,7 @@ class Supervisor:
                 replica.state = "finished" if request.action == "stop" else "aside"
 
     def _stop_all(self) -> int:
-        """Stops every rank that is left; the exit code of a stop by signal."""
+        """Stops all remaining ranks; returns the exit code."""
         for replica in self._replicas.values():
             if replica.ranks:
                 self._begin_stop(replica, "stop", f"the agent got signal {self._signal}")
@@ -417,7 +419,7 @@ class Supervisor:
             pass
 
     def _timeout(self) -> float:
-        """Seconds until something is due."""
+        """Seconds until the next action is due, at most 1."""
         now = time.monotonic()
         due = [r.start_at_s for r in self._replicas.values() if r.state == "waiting"]
         due += [r.kill_at_s for r in self._replicas.values() if r.state == "stopping" and r.kill_at_s > now]
@@ -432,7 +434,7 @@ class Supervisor:
         return 0 if any(replica.state == "finished" for replica in self._replicas.values()) else 1
 
     def _tell(self, event: Event) -> None:
-        level = logging.DEBUG if self._signal else logging.INFO  # that all end is what the user asked for
+        level = logging.DEBUG if self._signal else logging.INFO  # after a signal the user expects all to end
         detail = f": {event.detail}" if event.detail else ""
         log.log(level, "replica %d %s%s", event.replica, event.kind.replace("_", " "), detail)
         self.on_event(event)

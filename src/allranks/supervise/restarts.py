@@ -1,4 +1,4 @@
-"""Whether a dead replica is started again, and when. Pure: history in, decision and reason out."""
+"""Whether and when a dead replica is restarted. Pure: history in, decision and reason out."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 
 from allranks.model.diagnosis import Failure
 
-#: The same failure this often is an error of the program, and no restart fixes it.
+#: The same failure this often is an error of the program that no restart fixes.
 SAME_FAILURES = 3
 
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """Budget and back-off against restart storms."""
+    """Limits and back-off of restarts."""
 
-    max_restarts: int = 100  # per replica, over the life of the job
+    max_restarts: int = 100  # per replica, in the whole job
     max_delay_s: float = 60.0
-    healthy_after_s: float = 60.0  # a run this long forgives the failures before it
+    healthy_after_s: float = 60.0  # a run this long resets the back-off
     storm_failures: int = 5  # this many failures ...
     storm_window_s: float = 30.0  # ... within this time set the replica aside
 
 
 @dataclass(frozen=True)
 class RestartHistory:
-    """What has happened to one replica. Times are of one monotonic clock."""
+    """The failures and restarts of one replica. Times are of one monotonic clock."""
 
     restarts: int = 0
     failures_in_row: int = 0
@@ -33,13 +33,12 @@ class RestartHistory:
     def after_failure(
         self, now_s: float, ran_s: float, options: RestartOptions, trained: bool = False
     ) -> RestartHistory:
-        """The history once the replica has failed after running for `ran_s`; `trained`: well, until it was killed."""
+        """The history after a failure that followed a run of `ran_s`; `trained`: it trained until it was killed."""
         row = 1 if trained or ran_s >= options.healthy_after_s else self.failures_in_row + 1
         recent = tuple(t for t in self.failed_at_s if now_s - t <= options.storm_window_s)
         return RestartHistory(self.restarts, row, (*recent, now_s))
 
     def after_restart(self) -> RestartHistory:
-        """The history once the replica has been started again."""
         return RestartHistory(self.restarts + 1, self.failures_in_row, self.failed_at_s)
 
 
@@ -58,18 +57,18 @@ def decide_restart(history: RestartHistory, options: RestartOptions) -> tuple[fl
 
 
 def find_program_error(failures: Sequence[Failure]) -> str:
-    """Why the newest failure is an error of the program: the last ones are all the same; "" when they are not."""
+    """Why the failures are an error of the program: the last ones are all the same; "" when they are not."""
     last = failures[-SAME_FAILURES:]
     if len(last) < SAME_FAILURES or not all(last[-1].repeats(earlier) for earlier in last):
         return ""
     return (
         f"the program fails the same way each time, {len(last)} times {last[-1].place}: {last[-1].sentence}; "
-        "it is not started again"
+        "it is not restarted"
     )
 
 
 def find_common_error(failures: Mapping[int, Sequence[Failure]], replicas: int) -> str:
-    """As `find_program_error`, over all replicas (replica -> its failures): every one of them met the same failure."""
+    """As `find_program_error`, over all replicas (replica -> its failures), if every replica has the same failure."""
     newest = [own[-1] for own in failures.values() if own]
     same = [f for own in failures.values() for f in own if newest and f.repeats(newest[0])]
     everywhere = len(newest) == replicas and all(f.repeats(newest[0]) for f in newest)

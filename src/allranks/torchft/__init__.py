@@ -1,7 +1,7 @@
 """For scripts written for torchft: `import allranks.torchft as torchft`. Needs torch.
 
-torchft's public names under torchft's modules (`from allranks.torchft.local_sgd import DiLoCo`). What is done in
-another way here is accepted; what does not exist here raises one sentence that says what to use.
+torchft's public names under torchft's modules (`from allranks.torchft.local_sgd import DiLoCo`). Arguments without an
+equivalent are accepted and ignored; names without one raise an error that says what to use instead.
 """
 
 # ruff: noqa: E402

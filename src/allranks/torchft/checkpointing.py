@@ -1,7 +1,7 @@
-"""torchft.checkpointing and its modules: how torchft's managers hand their state over.
+"""torchft.checkpointing and its modules: torchft's transports for the state of its managers.
 
-Here the manager does that itself (checked, authenticated, without unpickling), so a transport is only a note that
-one was wanted. It cannot be used without a manager.
+allranks' manager transfers the state itself (checked, authenticated, without unpickling), so transports are accepted and
+do nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 class CheckpointTransport(Generic[T]):
-    """torchft's interface, for type annotations and for subclasses that scripts bring along.
+    """torchft's interface, for type annotations and subclasses in scripts.
 
-    Stores nothing and opens nothing: `Manager(checkpoint_transport=...)` takes it and heals in its own way.
+    `Manager(checkpoint_transport=...)` accepts and ignores it.
     """
 
     def metadata(self) -> str:
@@ -36,27 +36,27 @@ class CheckpointTransport(Generic[T]):
         self._refuse()
 
     def disallow_checkpoint(self) -> None:
-        """The state may change from now on."""
+        """Does nothing."""
 
     def shutdown(self, wait: bool = True) -> None:
-        """Closes what is open."""
+        """Does nothing."""
 
     def _refuse(self) -> NoReturn:
         raise ConfigurationError(
-            f"{type(self).__name__} moves no state by itself: healing is part of the Manager; "
+            f"{type(self).__name__} does not transfer state by itself: healing is part of the Manager; "
             "to save and load files use allranks.checkpoint"
         )
 
 
 class HTTPTransport(CheckpointTransport[T]):
-    """Accepted; no port is opened."""
+    """Accepted; opens no port."""
 
     def __init__(self, timeout: timedelta, num_chunks: int = 0) -> None:
         self.timeout, self.num_chunks = timeout, num_chunks
 
 
 class PGTransport(CheckpointTransport[T]):
-    """Accepted; tensors that have their place in `state_dict` are received in place anyhow."""
+    """Accepted; tensors in `state_dict` are received in place in any case."""
 
     def __init__(
         self,

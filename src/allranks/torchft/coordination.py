@@ -1,6 +1,6 @@
-"""torchft.coordination: the lighthouse as an object of a program.
+"""torchft.coordination: the lighthouse inside a program.
 
-torchft's Manager talks to a server per replica; allranks' Manager needs none, so that server and its client are not offered.
+torchft's Manager uses a server per replica; allranks' Manager needs none, so that server and its client are not offered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger("allranks.torchft")
 
 
 def not_offered(name: str, instead: str) -> type:
-    """A class of that name that cannot be made (nor called): both raise one sentence."""
+    """A class of that name whose constructor raises ConfigurationError."""
 
     def refuse(self: object, *arguments: object, **named: object) -> None:
         raise ConfigurationError(f"allranks.torchft does not offer {name}: {instead}")
@@ -33,14 +33,14 @@ LighthouseClient, ManagerClient, ManagerServer = (
 
 
 class LighthouseServer:
-    """Listens at once, as torchft's does, on one port for allranks' and torchft's managers.
+    """Listens at once, like torchft's, on one port for allranks' and torchft's managers.
 
     Args:
-        bind: HOST:PORT; port 0 takes any
-        min_replicas: a quorum has at least so many members
-        join_timeout_ms: how long those who ask wait for those who are alive (100)
-        quorum_tick_ms: how often time alone may change a decision (100)
-        heartbeat_timeout_ms: silence after which a replica is gone (5000)
+        bind: HOST:PORT; port 0 takes any free one
+        min_replicas: fewest members of a quorum
+        join_timeout_ms: how long replicas that joined wait for live replicas that have not (100)
+        quorum_tick_ms: how often a decision is reconsidered when nothing happens (100)
+        heartbeat_timeout_ms: silence after which a replica counts as lost (5000)
     """
 
     def __init__(
@@ -59,17 +59,16 @@ class LighthouseServer:
             quorum_tick_s=(100 if quorum_tick_ms is None else quorum_tick_ms) / 1e3,
             heartbeat_timeout_s=heartbeat_s,
             reset_grace_s=min(0.1, heartbeat_s),
-            presume_dead_s=0.0,  # torchft's rule: a silent replica is gone
+            presume_dead_s=0.0,  # as with torchft, a silent replica counts as dead
         )
         server = ServerOptions(host=host, port=port)
         self._lighthouse = Lighthouse(options, server, protocols=_grpc()).start()
 
     def address(self) -> str:
-        """For TORCHFT_LIGHTHOUSE."""
+        """The value for TORCHFT_LIGHTHOUSE."""
         return f"http://{self._lighthouse.address}"
 
     def shutdown(self) -> None:
-        """Any number of times."""
         self._lighthouse.close()
 
     def __enter__(self) -> str:

@@ -22,7 +22,7 @@ log = logging.getLogger("allranks.torchft")
 
 
 class ExceptionWithTraceback(Exception):
-    """What `Manager.errored` returns: `original_exception`, and where it came from as text."""
+    """The result of `Manager.errored`: the exception, and its traceback as text."""
 
     def __init__(self, e: Exception) -> None:
         super().__init__(str(e))
@@ -31,9 +31,9 @@ class ExceptionWithTraceback(Exception):
 
 
 class Manager(AllranksManager):
-    """allranks' Manager with what only torchft's users expect."""
+    """allranks' Manager with torchft's interface."""
 
-    _told_quantize = False
+    _warned_quantize = False
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class Manager(AllranksManager):
         should_quantize: bool = False,
         reduce_op: dist.ReduceOp = dist.ReduceOp.AVG,
     ) -> ManagedWork:
-        """`should_quantize` is accepted: the tensor is reduced in its own precision."""
-        if should_quantize and not self._told_quantize:
-            self._told_quantize = True
+        """Ignores `should_quantize`: the tensor is reduced in its own precision."""
+        if should_quantize and not self._warned_quantize:
+            self._warned_quantize = True
             log.warning("should_quantize is ignored: tensors are reduced in their own precision")
         return super().allreduce(tensor, False, reduce_op)
 

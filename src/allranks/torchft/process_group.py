@@ -1,8 +1,7 @@
-"""torchft.process_group: groups whose members come and go.
+"""torchft.process_group: reconfigurable process groups.
 
-The Baby groups exist in torchft because a stuck backend could not be aborted inside a process. Ours can: they are
-the ordinary groups, without a child process. `ManagedProcessGroup` can be given to
-`torch.distributed.all_reduce(group=...)`.
+torchft's Baby groups run a backend in a child process that can be killed. Ours can be aborted in place, so the Baby names
+are the ordinary groups. `ManagedProcessGroup` can be passed to `torch.distributed.all_reduce(group=...)`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from allranks.torchft.coordination import not_offered
 
 
 class ManagedProcessGroup(RegisteredGroup, dist.ProcessGroup):
-    """Sums and averages over the replicas that take part; other collectives have no meaning here."""
+    """Sums and averages over the participating replicas; offers no other collectives."""
 
     def __init__(self, manager: Manager) -> None:
         super().__init__(0, 1)
@@ -35,11 +34,11 @@ class ManagedProcessGroup(RegisteredGroup, dist.ProcessGroup):
         return self._manager.allreduce(tensors[0], reduce_op=dist.ReduceOp.AVG if average else wanted)
 
     def size(self) -> int:
-        """How many replicas take part now."""
+        """How many replicas participate now."""
         return self._manager.num_participants()
 
     def rank(self) -> int:
-        """Our place among them; 0 while we heal (our part is zero then)."""
+        """This replica's index among the participants; 0 while it heals and contributes zeros."""
         return self._manager.participating_rank() or 0
 
     def getBackendName(self) -> str:
@@ -76,7 +75,7 @@ ProcessGroupDummy = not_offered("ProcessGroupDummy", _OWN)
 ProcessGroupWrapper = not_offered("ProcessGroupWrapper", _OWN)
 ProcessGroupXCCL = not_offered("ProcessGroupXCCL", f"there is no XCCL here, {_OWN}")
 ProcessGroupBabyXCCL = not_offered("ProcessGroupBabyXCCL", f"there is no XCCL here, {_OWN}")
-_MESH = "use ManagedProcessGroup beside a mesh of the ranks inside the replica"
+_MESH = "use ManagedProcessGroup in addition to a mesh of the ranks inside the replica"
 ManagedDeviceMesh = not_offered("ManagedDeviceMesh", _MESH)  # this and the next: of torchft 0.1
 ft_init_device_mesh = not_offered("ft_init_device_mesh", _MESH)
 ProcessGroupBabyGloo, ProcessGroupBabyNCCL = ProcessGroupGloo, ProcessGroupNCCL

@@ -1,6 +1,6 @@
-"""torchft's smaller modules, in one file: MODULES says which names each has, and the package makes modules of them.
+"""torchft's smaller modules in one file: MODULES lists their names, and the package creates the modules.
 
-What has no counterpart here can be imported, and says what to use when it is called.
+Names without an equivalent can be imported, and raise an error that says what to use instead when called.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from allranks.torchft.coordination import not_offered
 
 
 class DistributedSampler(data.distributed.DistributedSampler):
-    """torch's sampler over replicas x ranks. As in torchft the parts are fixed: a replica that is away takes
-    its samples with it until it is back. For data that follows the members use allranks.elastic.
+    """torch's sampler over replicas x ranks. As in torchft the parts are fixed: the samples of a lost replica are missing
+    until it returns. For data that follows the members use allranks.elastic.
 
     Older versions of torchft call `replica_rank` replica_group or replica_group_id, and `group_rank` rank.
     """
@@ -56,7 +56,7 @@ class DistributedSampler(data.distributed.DistributedSampler):
 
 
 class PureDistributedDataParallel(nn.Module):
-    """One average per gradient, as soon as it is there. Slow; DistributedDataParallel sums up buckets."""
+    """Averages each gradient as soon as it is ready. Slow; DistributedDataParallel reduces buckets."""
 
     def __init__(self, manager: Manager, module: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class PureDistributedDataParallel(nn.Module):
 
 
 def extract_local_tensor(t: torch.Tensor) -> torch.Tensor:
-    """A copy of the tensor, of the local shard for a DTensor; without a gradient."""
+    """A copy of the tensor, or of a DTensor's local shard; without a gradient."""
     local = t.to_local() if isinstance(t, DTensor) else t
     return local.detach().clone().requires_grad_(t.requires_grad)
 
@@ -114,7 +114,7 @@ MODULES: dict[str, Mapping[str, object]] = {
 
 
 def make_modules(package: str) -> dict[str, ModuleType]:
-    """Makes them importable as modules of the package; returns those that are its attributes, by name."""
+    """Creates the modules of the package; returns its direct attributes by name."""
     made = {}
     for name, names in MODULES.items():
         module = ModuleType(f"{package}.{name}", f"torchft.{name}: made by {__name__}.")

@@ -1,6 +1,6 @@
-"""What agents and people may ask a lighthouse to do, and the promise of an answer that the client's thread keeps.
+"""The actions that agents and users may request from a lighthouse, and the future that holds an answer.
 
-Each action waits for the answer and raises LighthouseError.
+Each action waits for its answer and raises LighthouseError.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ T = TypeVar("T")
 
 
 class PendingAnswer(Future[T]):
-    """Resolved once, with a value or an error. Safe to wait for from any thread but the client's own."""
+    """A future of one value or error. Any thread but the client's own may wait for it."""
 
     def __init__(self, on_timeout: Callable[[PendingAnswer[T], float], LighthouseError]) -> None:
         super().__init__()
         self._on_timeout = on_timeout
 
     def result(self, timeout: float | None = None) -> T:
-        """The answer. Raises the error it ended with; at the limit it gives up and says who was waited for."""
+        """The answer, or raises the error. At the timeout it gives up with an error that names the missing replicas."""
         if not self.wait(timeout):
             self.fail(self._on_timeout(self, timeout or 0.0))
         return super().result()
 
     def cancel(self) -> bool:
-        """Gives up waiting, and tells the lighthouse."""
+        """Gives up waiting, and notifies the lighthouse."""
         given_up = not self.done()
         if given_up:
             self.fail(self._on_timeout(self, 0.0))
         return given_up
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits without giving up; whether there is an answer."""
+        """Waits without giving up; whether the answer has arrived."""
         return bool(wait((self,), timeout_s).done)
 
     def resolve(self, value: T) -> None:
-        """Keeps the promise; only the first answer counts."""
+        """Sets the value; only the first answer counts."""
         with suppress(InvalidStateError):
             self.set_result(value)
 
@@ -61,12 +61,12 @@ class PendingAnswer(Future[T]):
 
 
 class Actions:
-    """Of a Client, which sends the commands."""
+    """Mixin of Client, which sends the commands."""
 
     _command: Callable[..., JsonObject]
 
     def accuse(self, replica: str, reason: str) -> None:
-        """Says that a replica is dead, for those who can see it (an agent with a pidfd)."""
+        """Reports that a replica is dead; for an agent, which knows by pidfd."""
         self._command("accuse", replica, reason)
 
     def evict(self, replica: str, reason: str) -> None:
@@ -74,11 +74,11 @@ class Actions:
         self._command("evict", replica, reason)
 
     def readmit(self, replica: str) -> None:
-        """Takes an eviction or a back-off back."""
+        """Lifts an eviction or a back-off."""
         self._command("let_in", replica)
 
     def finish(self, replica: str) -> None:
-        """Says that a replica which has left was through with its training, for those who saw it end well."""
+        """Reports that a departed replica completed its training; for an agent that saw it exit with 0."""
         self._command("finish", replica)
 
     def collect(self, reason: str, replicas: Iterable[str] = ()) -> str:
@@ -87,29 +87,29 @@ class Actions:
         return str(body["incident"])
 
     def gather(self, wanted: CollectEvidence) -> Gathering:
-        """Asks all other agents for their part of an incident; says who leads (another may have been first)."""
+        """Asks all other agents for their part of an incident; returns the leader, which may be another agent."""
         body = self._command("gather", body=wanted)
         return Gathering(str(body["incident"]), str(body["lead"]), tuple(body["agents"]))
 
     def present(self, presence: Presence) -> Failover:
-        """An agent says which ranks its node has; learns who speaks if the lighthouse goes with its own node."""
+        """Reports the ranks of an agent's node; returns the successor, for the case that the lighthouse's node is lost."""
         body = self._command("present", body=presence)
         return Failover(_presence(body.get("host")), str(body.get("successor") or ""))
 
     def presence(self, agent: str) -> Presence | None:
-        """What an agent, perhaps a lost one, has told of its node; None when nothing is known."""
+        """The last report of an agent, which may be lost; None when there is none."""
         return _presence(self._command("presence", agent).get("node"))
 
     def report_incident(self, incident: PublishedIncident) -> None:
         self._command("incident", body=incident)
 
     def report_node(self, report: NodeReport) -> NodeAnswer:
-        """An agent says what it sees of its ranks; what the lighthouse wants next."""
+        """Reports an agent's ranks; returns what the lighthouse wants next."""
         body = self._command("report", body=report)
         return NodeAnswer(float(body["every_s"]), tuple(body["compare"]))
 
     def status(self) -> JsonObject:
-        """Everything the lighthouse knows (lighthouse/status.py: Status), as plain JSON values."""
+        """The lighthouse's snapshot (lighthouse/status.py: Status) as plain JSON values."""
         return self._command("status")
 
 

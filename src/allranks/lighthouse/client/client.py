@@ -1,10 +1,10 @@
-"""A rank's or an agent's line to the lighthouse. Synchronous, one named thread, no torch, asyncio or gRPC.
+"""The lighthouse client of a rank or an agent. Synchronous, with one thread; no torch, asyncio or gRPC.
 
     client = Client(ClientOptions(addresses=("127.0.0.1:29510",), replica="replica-0")).start()
     quorum = client.join(Member("replica-0", step=12), timeout_s=60)
 
-What is promised is in docs/understand/replicas.md. All socket work happens on the thread "allranks-lighthouse";
-public methods may be called from any other thread.
+docs/understand/replicas.md states the guarantees. All socket work happens on the thread "allranks-lighthouse"; any
+other thread may call the public methods.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 from allranks import errors
@@ -35,19 +34,19 @@ __all__ = ["Client", "ClientOptions"]
 
 log = logging.getLogger("allranks.lighthouse")
 
-_SEEN = 4096  # ids of notices that are remembered, so that one that comes twice is reported once
+_SEEN = 4096  # ids of notices remembered, so that a notice received twice is reported once
 
 
 class Client(Actions):
-    """See the module. `start()` connects and makes the thread, `close()` ends both."""
+    """See the module. `start()` connects and starts the thread, `close()` ends both."""
 
     def __init__(self, options: ClientOptions) -> None:
         self.options = options
         self.session = options.session or uuid.uuid4().hex
         self._node = options.node
-        self.quorum: cluster.Quorum | None = None  # the last one that we were a member of
+        self.quorum: cluster.Quorum | None = None  # the last one with this replica as a member
         self.connected = False
-        self.lighthouse = ""  # address of the one that we talk to
+        self.lighthouse = ""  # address of the connected lighthouse
         self._reactor = Reactor()
         self._line: Link | ProxyLink | None = None
         self._thread: threading.Thread | None = None
@@ -65,10 +64,10 @@ class Client(Actions):
         self._left = False
         self._closed = False
 
-    # ---- life -------------------------------------------------------------------------------------------
+    # ---- start and close --------------------------------------------------------------------------------
 
     def start(self, timeout_s: float = 60.0) -> Client:
-        """Connects. Raises LighthouseUnreachable or LighthouseRefused, and leaves nothing behind then."""
+        """Connects. On LighthouseUnreachable or LighthouseRefused everything is closed again."""
         options = self.options.resolved(self.session)
         self._node = options.node
         self._reactor.open()
@@ -77,18 +76,16 @@ class Client(Actions):
         self._thread = threading.Thread(target=self._run, name="allranks-lighthouse", daemon=True)
         _alive.add(self)
         self._thread.start()
-        with ExitStack() as undo:
-            undo.callback(self._abandon)
+        try:
             self._first.result(timeout_s)
-            undo.pop_all()
+        except BaseException:
+            self._left = True
+            self.close()
+            raise
         return self
 
-    def _abandon(self) -> None:
-        self._left = True
-        self.close()
-
     def close(self, timeout_s: float = 10.0) -> None:
-        """Leaves (if that was not done yet) and ends the thread. May be called twice."""
+        """Leaves, unless done before, and ends the thread. May be called twice."""
         if self._closed:
             return
         self.leave("closed")
@@ -106,8 +103,8 @@ class Client(Actions):
     # ---- quorums ----------------------------------------------------------------------------------------
 
     def join(self, member: cluster.Member, timeout_s: float = 60.0) -> cluster.Quorum:
-        """Asks for a quorum and waits for it. Raises QuorumTimeout (says who we waited for), ReplicaEvicted,
-        LighthouseUnreachable (no lighthouse all that time)."""
+        """Requests a quorum and waits for it. Raises QuorumTimeout (which names the missing replicas), ReplicaEvicted, or
+        LighthouseUnreachable (not connected to a lighthouse)."""
         return self.request_quorum(member).result(timeout_s)
 
     def request_quorum(
@@ -117,25 +114,25 @@ class Client(Actions):
         unserved: tuple[str, ...] = (),
         patience_s: float = 0.0,
     ) -> PendingAnswer[cluster.Quorum]:
-        """Asks for a quorum without waiting. One at a time: asking again before the answer is an error.
+        """Requests a quorum without waiting. A second request before the answer is an error.
 
         `unreached`, `unserved`: sessions that this rank could not connect to, or could not fetch a state from.
-        `patience_s`: for so long the caller will wait; a live replica that does not ask is waited for a little less.
+        `patience_s`: how long the caller will wait; the lighthouse waits for stragglers a little less.
         """
         ticket: PendingAnswer[cluster.Quorum] = PendingAnswer(self._no_quorum)
         with self._lock:
             self._check_open()
             if self._asking is not None and not self._asking[0].done():
-                raise errors.LighthouseError("this replica is asking for a quorum already")
+                raise errors.LighthouseError("this replica has requested a quorum already")
             own = replace(member, session=self.session, node=member.node or self._node)
             self._asking = (ticket, messages.Join(own, 0, unreached, unserved, patience_s))
         self._reactor.call(self._send_join)
         return ticket
 
     def may_commit(self) -> bool:
-        """Whether no other process can have our replica's name now. Costs nothing: checked before every commit.
+        """Whether no other process can have our replica's name now. Cheap: called before every commit.
 
-        The lighthouse gives the name to nobody else for `lease_s` after it has heard of us (lighthouse/options.py).
+        The lighthouse reserves the name for `lease_s` after it last heard from us (lighthouse/options.py).
         """
         line = self._line
         return self._refused is None and (line is None or time.monotonic() < line.lease_until)
@@ -146,14 +143,14 @@ class Client(Actions):
             raise self._refused
 
     def report(self, step: int = -1, progress: int = -1, health: str = "") -> None:
-        """What the next heartbeats say. Costs next to nothing: call it every step."""
+        """Sets the content of the next heartbeats. Cheap: call it every step."""
         self._report = messages.Report(step, progress, health)
         self._reactor.call(self._send_report)
 
     def leave(self, reason: str = "", finished: bool = False, term: int = 0, step: int = -1) -> None:
-        """Leaves in good order: the others continue at once. Returns when it is sent.
+        """Shuts down cleanly, so that the others continue at once. Returns when the message is sent.
 
-        `finished` says that the training is over: who comes after the last member does not begin it anew, alone.
+        `finished`: the training is complete, so a replica that joins later must not start it again alone.
         `term` and `step` are those of the state that this replica held.
         """
         if self._left or self._closed:
@@ -173,18 +170,17 @@ class Client(Actions):
     # ---- notices ----------------------------------------------------------------------------------------
 
     def subscribe(self, callback: Callable[[cluster.Notice], None]) -> Callable[[], None]:
-        """Calls back for every notice, on the client's thread: return fast, never block. Returns "unsubscribe"."""
+        """Calls back for every notice on the client's thread; the callback must not block. Returns "unsubscribe"."""
         with self._lock:
             self._listeners.append(callback)
         return lambda: self._listeners.remove(callback)
 
-    # ---- sockets that end with the quorum ---------------------------------------------------------------
+    # ---- sockets of a quorum ----------------------------------------------------------------------------
 
     def hold(self, fds: Iterable[int], number: int) -> None:
-        """Duplicates of these connected sockets are shut as soon as a member of quorum `number` is gone.
+        """Shuts down duplicates of these connected sockets as soon as a member of quorum `number` is gone.
 
-        If one is gone already they are shut at once. Returns when they are handed over: from then on not even
-        a held GIL delays that (with a liveness proxy).
+        Returns when they are handed over: with a liveness proxy not even a held GIL delays the shutdown from then on.
         """
         copies = [os.dup(fd) for fd in fds]
         handed = threading.Event()
@@ -199,7 +195,7 @@ class Client(Actions):
             handed.wait(2.0)
 
     def release(self, number: int) -> None:
-        """Forgets the sockets of a quorum; call it when its groups are taken down."""
+        """Closes the duplicates of a quorum's sockets; call it when its groups are taken down."""
         if (line := self._line) is not None:
             self._reactor.call(lambda: line.release(number))
 
@@ -214,7 +210,7 @@ class Client(Actions):
         body: Body | None = None,
         timeout_s: float = 10.0,
     ) -> JsonObject:
-        # a path that is not UTF-8 is half a surrogate pair in a str, which the lighthouse refuses
+        # a path that is not UTF-8 has lone surrogates, which the lighthouse refuses
         text = json.dumps(asdict(body), ensure_ascii=False).encode(errors="replace").decode() if body else ""
         command = messages.Command(next(self._ids), action, replica, reason, replicas, text)
         ticket: PendingAnswer[messages.Result] = PendingAnswer(
@@ -298,7 +294,7 @@ class Client(Actions):
             self._send(self.quorum)
         self._send_join()
         if before and before != welcome.lighthouse:
-            self._tell(cluster.LeaderMoved(welcome.lighthouse, f"before: {before}"))
+            self._publish(cluster.LeaderMoved(welcome.lighthouse, f"before: {before}"))
 
     def _formed(self, quorum: cluster.Quorum) -> None:
         if quorum.rank_of(self.options.replica) is None:
@@ -329,7 +325,7 @@ class Client(Actions):
             self._first.fail(error)
             self._fail_all(error)
             if refused.code in ("superseded", "taken"):
-                self._tell(cluster.Superseded(refused.message))
+                self._publish(cluster.Superseded(refused.message))
         elif (ticket := self._take_ticket()) is not None:
             ticket.fail(error)
 
@@ -346,9 +342,9 @@ class Client(Actions):
             self._seen[notice_id] = None
             if len(self._seen) > _SEEN:
                 del self._seen[next(iter(self._seen))]
-        self._tell(notice)
+        self._publish(notice)
 
-    def _tell(self, notice: cluster.Notice) -> None:
+    def _publish(self, notice: cluster.Notice) -> None:
         for listener in list(self._listeners):
             try:
                 listener(notice)
@@ -358,7 +354,7 @@ class Client(Actions):
     # ---- giving up --------------------------------------------------------------------------------------
 
     def _no_quorum(self, ticket: PendingAnswer[cluster.Quorum], waited_s: float) -> errors.LighthouseError:
-        """Takes the question back and says why there was no answer."""
+        """Withdraws the request and asks the lighthouse why there was no quorum."""
         waiting: PendingAnswer[messages.NoQuorumYet] = PendingAnswer(
             lambda _, __: errors.LighthouseError("no response from the lighthouse")
         )
@@ -375,9 +371,8 @@ class Client(Actions):
             answer = waiting.result(0.0)
             text = f"quorum not reached after {waited_s:.1f} s: {answer.reason}"
             return errors.QuorumTimeout(text, waited_s, answer.reason, answer.missing)
-        return errors.QuorumTimeout(
-            f"quorum not reached after {waited_s:.1f} s, and no response from the lighthouse", waited_s
-        )
+        text = f"quorum not reached after {waited_s:.1f} s, and no response from the lighthouse"
+        return errors.QuorumTimeout(text, waited_s)
 
     def _not_connected(
         self, ticket: PendingAnswer[messages.Welcome], waited_s: float
@@ -402,12 +397,12 @@ class Client(Actions):
         if self._thread is None:
             raise errors.LighthouseError("this client was not started")
 
-    def _forked(self) -> None:
-        """In a forked child: close our copies, or the lighthouse would not see the rank's death."""
+    def _close_in_child(self) -> None:
+        """Closes a forked child's copies of our sockets, which would hide the rank's death from the lighthouse."""
         self._closed = self._left = True
         for each in self._line.fds if self._line is not None else ():
             if each >= 0:
-                # The numbers stay with the Python objects, which must not close them a second time.
+                # not closed: the Python objects still own these descriptors
                 null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
                 os.dup2(null, each, inheritable=False)
                 os.close(null)
@@ -418,9 +413,9 @@ _alive: weakref.WeakSet[Client] = weakref.WeakSet()
 _HINTS = {
     "token": "Give every process of the job the same ALLRANKS_TOKEN or ALLRANKS_TOKEN_FILE as the lighthouse; or start the "
     "lighthouse with --no-token, where no other user can reach it.",
-    "superseded": "Two processes use one replica name, or this one was replaced by a restart.",
-    "taken": "Every node of a job starts other replicas: `allranks run --first-replica N` numbers those of this node from N. "
-    "Without `allranks run`, give each process a replica_id of its own.",
+    "superseded": "Two processes use the same replica name, or a restart replaced this one.",
+    "taken": "Each node must start different replicas: `allranks run --first-replica N` numbers this node's replicas from N. "
+    "Without `allranks run`, give each process its own replica_id.",
     "finished": "To begin a new training here: allranks lighthouse readmit ADDRESS REPLICA",
     "evicted": "To readmit it: allranks lighthouse readmit ADDRESS REPLICA",
 }
@@ -428,7 +423,7 @@ _HINTS = {
 
 def _after_fork_in_child() -> None:
     for client in list(_alive):
-        client._forked()
+        client._close_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

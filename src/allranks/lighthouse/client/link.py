@@ -1,8 +1,8 @@
-"""The line to the lighthouse: connects, says hello, beats, and finds another address when it breaks.
+"""The connection to the lighthouse: hello, heartbeats, and reconnecting, to another address if need be.
 
-Runs on a Reactor's thread, in the client or in the liveness proxy. What arrives is handed to `receive(kind, payload)`
-undecoded (the liveness proxy only passes it on): Welcome each time the line is up, ConnectionLost (made here) each
-time it breaks, Refused, and all the rest. Sockets that it holds are shut first when a member of their quorum is gone.
+Runs on a Reactor's thread, in the client or in the liveness proxy. Passes messages to `receive(kind, payload)` undecoded:
+Welcome after each connect, ConnectionLost (made here) after each loss, Refused, and all others. When a member departs,
+the sockets held for its quorum are shut down before the message is passed on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from allranks.model.cluster import ConnectionLost, Probe
 log = logging.getLogger("allranks.lighthouse")
 
 FATAL = frozenset({"token", "version", "superseded", "taken", "garbage"})
-_MAX_GREETING = 1 << 20  # of a server that has not proved yet that it knows our token
+_MAX_GREETING = 1 << 20  # before the server has proved that it knows our token
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 1.0
 CONNECT_TIMEOUT_S = 3.0
 PROBE_S = 1.5  # within which a replica must accept a connection
@@ -37,23 +37,24 @@ PROBE_S = 1.5  # within which a replica must accept a connection
 
 @dataclass
 class HeldSockets:
-    """Connected sockets of process groups that we own, by number of the quorum, to be shut when a member of it is gone.
+    """Duplicates of the connected sockets of process groups, by quorum number, shut down when a member departs.
 
-    `shutdown` works on the connection, not on the descriptor: a duplicate held by another process ends a
-    collective that the rank is blocked in (measured: in 0.5 ms), without the rank's help.
+    `shutdown` works on the connection, not on the descriptor: through a duplicate in another process it ends a
+    collective in which the rank is blocked (measured: in 0.5 ms), without the rank's help.
     """
 
     by_number: dict[int, list[int]] = field(default_factory=dict)
-    aborted_up_to: int = 0  # a member of this quorum is gone: no group of it, or of an earlier one, works
+    # this quorum has lost a member: its groups, and those of earlier quorums, cannot work
+    aborted_up_to: int = 0
 
     def add(self, number: int, fds: Iterable[int]) -> None:
-        """Takes ownership. What comes too late, for a quorum that lost a member already, is shut at once."""
+        """Takes ownership. Sockets of a quorum that has lost a member already are shut down at once."""
         self.by_number.setdefault(number, []).extend(fds)
         if number <= self.aborted_up_to:
             self.shut(number)
 
     def shut(self, number: int) -> None:
-        """Ends the connections of one quorum. The descriptors stay held until released."""
+        """Shuts down the connections of one quorum; the descriptors stay open until released."""
         self.aborted_up_to = max(self.aborted_up_to, number)
         for fd in self.by_number.get(number, []):
             sock = socket.socket(fileno=fd)
@@ -61,12 +62,12 @@ class HeldSockets:
             sock.detach()
 
     def release(self, number: int) -> None:
-        """Closes our duplicates of one quorum; the connections live on in the rank."""
+        """Closes our duplicates of one quorum; the rank's connections stay open."""
         for fd in self.by_number.pop(number, []):
             os.close(fd)
 
     def drop_all(self, shut: bool) -> None:
-        """Closes everything; `shut` ends the connections too (the rank is dead, its peers must know)."""
+        """Closes all duplicates; `shut`: shuts the connections down first, so that peers of a dead rank notice."""
         for number in sorted(self.by_number):
             if shut:
                 self.shut(number)
@@ -74,7 +75,7 @@ class HeldSockets:
 
 
 class Link:
-    """See the module. `open()` starts connecting; `close()` ends the line for good."""
+    """See the module. `open()` starts connecting; `close()` ends the connection for good."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Link:
         proxy: bool = False,
     ) -> None:
         self.options = options
-        self.known = (0, 0, 0)  # epoch, number, round of the last quorum; told in the hello
+        self.known = (0, 0, 0)  # epoch, number, round of the last quorum; sent in the hello
         self.address = ""
         self.up = False
         self.held = HeldSockets()
@@ -95,14 +96,14 @@ class Link:
         self._refusing: set[str] = set()  # addresses where no lighthouse listens
         self._reactor = reactor
         self._receive = receive
-        self._beat = beat or self._reported  # what the next heartbeat says
-        self._proxy = proxy  # we are a rank's liveness proxy
+        self._beat = beat or self._reported  # makes the next heartbeat
+        self._proxy = proxy  # this process is a rank's liveness proxy
         self._report = messages.Report()
-        self._line: FrameSocket | None = None  # once it is connected
-        self._attempt = 0  # to connect; what an earlier one brings is too late
+        self._line: FrameSocket | None = None  # once connected
+        self._attempt = 0  # to connect; results of earlier attempts are discarded
         self._failures = 0
         self._next = 0
-        self._detour = ""  # the leader that a standby named
+        self._redirect = ""  # try this address next: the leader that a standby named, or the last one
         self._closed = False
         self._timeout: ReactorTimer | None = None
         self._beating: ReactorTimer | None = None
@@ -111,11 +112,13 @@ class Link:
         self._sent_beat: messages.Beat | None = None
         self._last_error = ""
         self._credential = Keyring(options.token).for_purpose(messages.PURPOSE)
-        self._said: tuple[bytes, ...] = ()  # the lighthouse's nonce and our hello: what both sides prove
-        self._proved = False  # the lighthouse has
+        self._transcript: tuple[
+            bytes, ...
+        ] = ()  # the lighthouse's nonce and our hello: both sides prove over it
+        self._proved = False  # the lighthouse knows the job token
 
     def close(self) -> None:
-        """Sends what is waiting as far as the socket takes it, and ends."""
+        """Sends as much of the queue as the socket takes, and closes."""
         self._closed = True
         if self._line is not None:
             self._line.flush()
@@ -123,30 +126,30 @@ class Link:
         self.held.drop_all(shut=False)
 
     def reopen(self) -> None:
-        """After `close`: connects again."""
+        """Connects again after `close`."""
         self._closed = False
         self.open()
 
     def send(self, frame: bytes) -> bool:
-        """Queues a frame; False when there is no lighthouse to send it to."""
+        """Queues a frame; False when not connected."""
         if self.up and self._line is not None:
             self._line.send(frame)
         return self.up
 
     def finish(self, frame: bytes) -> None:
-        """Sends the last frame; the connection may end now and is not made again."""
+        """Sends the last frame; the connection is not made again when it ends."""
         self.send(frame)
         self._closed = True
 
     def report(self, report: messages.Report) -> None:
-        """Goes out with the next heartbeat; another health at once, which the page shows."""
+        """Reports with the next heartbeat; at once if the health, which the page shows, has changed."""
         before, self._report = self._report, report
         if before.health != report.health and self._beating is not None:
             self._beating.cancel()
             self._send_beat()
 
     def hold(self, number: int, fds: Sequence[int]) -> None:
-        """Takes descriptors over, until they are released."""
+        """Takes descriptors over until they are released."""
         self.held.add(number, fds)
 
     def release(self, number: int) -> None:
@@ -164,14 +167,14 @@ class Link:
     # ---- connecting -------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Begins to connect, in a thread: a name server that hangs must not hold up the reactor."""
+        """Starts to connect, in a thread: a hanging name server must not block the reactor."""
         if self._closed:
             return
         addresses = self.options.addresses
-        self.address = self._detour or addresses[self._next % len(addresses)]
-        if not self._detour:
+        self.address = self._redirect or addresses[self._next % len(addresses)]
+        if not self._redirect:
             self._next += 1
-        self._detour = ""
+        self._redirect = ""
         self._timeout = self._reactor.later(
             CONNECT_TIMEOUT_S, lambda: self._broken(f"no answer in {CONNECT_TIMEOUT_S} s")
         )
@@ -189,7 +192,7 @@ class Link:
             self._reactor.call(partial(self._connected, attempt, found))
 
     def _is_late(self, attempt: int, found: socket.socket | Exception) -> bool:
-        """Whether it took so long that we gave up."""
+        """Whether the attempt was given up; closes its socket then."""
         late = attempt != self._attempt
         if late and isinstance(found, socket.socket):
             found.close()
@@ -223,14 +226,14 @@ class Link:
             probes=True,
         )
         frame = messages.encode(hello)
-        self._said, self._proved = (frame[frames.HEAD.size :],), False
+        self._transcript, self._proved = (frame[frames.HEAD.size :],), False
         self._line.send(messages.PREAMBLE + frame)
 
-    # ---- what comes -------------------------------------------------------------------------------------
+    # ---- receiving --------------------------------------------------------------------------------------
 
     def _handle(self, kind: int, payload: bytes) -> None:
         if self.up and kind not in (messages.WELCOME, messages.REFUSED):
-            if kind & 0x7F in messages.DEPARTURES:  # before anything else: survivors are blocked
+            if kind & 0x7F in messages.DEPARTURES:  # first: survivors are blocked
                 self.held.shut(getattr(messages.decode(kind, payload)[0], "number", 0))
             self._renew_lease()
             if kind & 0x7F == messages.PROBE:
@@ -242,16 +245,14 @@ class Link:
         if isinstance(message, messages.Challenge):
             self._prove(message)
         elif isinstance(message, messages.Proof):
-            self._proved = is_proof(message.proof, self._credential, b"server", *self._said)
+            self._proved = is_proof(message.proof, self._credential, b"server", *self._transcript)
             if self._proved and self._line is not None:
                 self._line.limit = MAX_FRAME
         elif isinstance(message, messages.Refused):
             self._refused(message, payload)
         elif self.options.token and not self._proved:
             why = f"the lighthouse at {self.address} does not know our job token"
-            refused = messages.Refused(
-                "token", f"{why}: is it another job's, or was it started with --no-token?"
-            )
+            refused = messages.Refused("token", f"{why}: another job's, or started with --no-token?")
             self._refused(refused, messages.encode(refused)[frames.HEAD.size :])
         else:
             if isinstance(message, messages.Welcome):
@@ -259,18 +260,18 @@ class Link:
             self._receive(kind, payload)
 
     def _prove(self, challenge: messages.Challenge) -> None:
-        """Answers with what only a holder of the job token can say; the token itself stays here."""
-        if len(self._said) != 1:
+        """Proves that we know the job token, without sending it."""
+        if len(self._transcript) != 1:
             raise frames.BadFrame("a second Challenge")
-        self._said = (challenge.nonce.encode(), *self._said)
-        proof = prove(self._credential, b"client", *self._said).hex() if self.options.token else ""
+        self._transcript = (challenge.nonce.encode(), *self._transcript)
+        proof = prove(self._credential, b"client", *self._transcript).hex() if self.options.token else ""
         self._put(messages.encode(messages.Proof(proof)))
 
     def _put(self, frame: bytes) -> None:
         if self._line is not None:
             self._line.send(frame)
 
-    # ---- life -------------------------------------------------------------------------------------------
+    # ---- connected --------------------------------------------------------------------------------------
 
     def _welcomed(self, welcome: messages.Welcome) -> None:
         self.up, self._failures, self._welcome = True, 0, welcome
@@ -281,7 +282,7 @@ class Link:
         self._send_beat()
 
     def _renew_lease(self) -> None:
-        """The lighthouse was heard, or does not exist: nobody else has our name for a while."""
+        """The lighthouse was heard, or none is running: no other process gets our name for a while."""
         lease_s = self._welcome.lease_s if self._welcome is not None else 0.0
         until = time.monotonic() + lease_s
         if lease_s > 0 and (
@@ -292,13 +293,13 @@ class Link:
         self._refusing.clear()
 
     def _note_refusing(self) -> None:
-        """Where no lighthouse listens, nobody is given our name: training continues without one."""
+        """If no lighthouse listens at any address, none can give our name away: renews the lease."""
         self._refusing.add(self.address)
         if self._refusing.issuperset(self.options.addresses):
             self._renew_lease()
 
     def _probe(self, probe: object, notice_id: int) -> None:
-        """Tries to reach others, in a thread; the training does not notice."""
+        """Tries to connect to other replicas, in a thread."""
         self._put(messages.encode(messages.Ack(notice_id)))
         assert isinstance(probe, Probe)
         wanted = {session: tuple(addresses) for session, addresses in probe.addresses.items()}
@@ -320,11 +321,11 @@ class Link:
         elif self.up and refused.code not in ("moved", "draining"):
             self._receive(messages.REFUSED, payload)
         else:
-            self._detour = refused.leader if refused.leader != self.address else ""
+            self._redirect = refused.leader if refused.leader != self.address else ""
             self._broken(refused.message)
 
     def _send_beat(self) -> None:
-        """Says what is new, or only that we live; asks for a sign of life when the lighthouse is silent."""
+        """Sends what has changed, or an empty heartbeat; pings a silent lighthouse, and later gives it up."""
         if not self.up or self._welcome is None or self._line is None:
             return
         now, limit, heard = self._reactor.clock.now, self._welcome.timeout_s, self._line.heard
@@ -335,7 +336,7 @@ class Link:
         if ping and heard >= self._pinged:
             self._pinged = now
         beat = self._beat()
-        if not self.up:  # the proxy has seen that its rank is stopped, and ended this
+        if not self.up:  # `_beat` found the rank stopped, and closed this connection
             return
         if ping:
             self._put(messages.encode(replace(beat, ping=True)))
@@ -351,19 +352,19 @@ class Link:
         if error is None:
             self._broken("the lighthouse closed the connection")
         elif isinstance(error, frames.BadFrame):
-            self._broken(f"this is not a lighthouse of our version: {error}")
+            self._broken(f"not a lighthouse of this version: {error}")
         elif why := getattr(error, "verify_message", ""):  # ssl's
             self._broken(
-                f"its TLS certificate does not pass the check with {self.options.ca or 'those of the system'}: {why}"
+                f"its TLS certificate is not trusted by {self.options.ca or 'the system certificates'}: {why}"
             )
         else:
             self._broken(getattr(error, "strerror", "") or str(error))
 
     def _broken(self, reason: str, silent: bool = False) -> None:
-        """The line is cut: tell it once, then try the next address, at first at once, later with pauses.
+        """The connection ended: reports that once, then tries the next address, first at once, later with pauses.
 
-        The same one comes first when it closed the line (a blip), last when it is silent: a frozen lighthouse
-        still takes connections and would cost us the time to wait for its word.
+        The same address comes first if it closed the connection (a short interruption), and last if it was silent: a
+        frozen lighthouse still accepts connections, and we would wait for its answer.
         """
         was_up = self.up
         if self._line is not None:
@@ -381,10 +382,10 @@ class Link:
             if silent:
                 self._next += self.options.addresses[self._next % len(self.options.addresses)] == self.address
             else:
-                self._detour = self._detour or self.address
+                self._redirect = self._redirect or self.address
         rounds = self._failures // max(1, len(self.options.addresses))
         pause = min(_FIRST_PAUSE_S * 2.0**rounds, _LAST_PAUSE_S) * random.uniform(0.5, 1.5)
-        self._reactor.later(0.0 if was_up or (self._detour and not self._failures) else pause, self.open)
+        self._reactor.later(0.0 if was_up or (self._redirect and not self._failures) else pause, self.open)
         self._failures += 1
 
     def _shut(self) -> None:
@@ -399,7 +400,7 @@ class Link:
 
 
 def dial(address: str, options: ClientOptions) -> socket.socket:
-    """A connection to HOST:PORT, with TLS if the options say so. Blocks."""
+    """Connects to HOST:PORT, with TLS if configured. Blocks."""
     context = None
     if options.ca or options.certificate:
         import ssl

@@ -1,11 +1,11 @@
-"""The liveness proxy: a helper process that holds a rank's line to the lighthouse, so that it needs no GIL of the rank.
+"""The liveness proxy: a helper process that holds a rank's connection to the lighthouse, independent of the rank's GIL.
 
     python -m allranks.lighthouse.client.liveness_proxy --fd N
 
-N is its end of a socketpair; the other is the client's (proxy_link.py), which sends Start first. It beats
-for the rank ("process alive" by pidfd, "progressing" from the black box), passes frames both ways, shuts the
-sockets it holds when a member of their quorum is gone, and tells the rank's death at once. It ends with the
-rank or with its client. Standard library only, no torch, no numpy, not even msgspec: it starts in no time.
+N is its end of a socketpair; the client (proxy_link.py) has the other and sends Start first. The proxy sends heartbeats
+for the rank (alive by pidfd, progress from the black box), relays frames both ways, shuts down the sockets that it holds
+when a member of their quorum departs, and reports the rank's death at once. It exits with the rank or its client.
+Standard library only, not even msgspec, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from allranks.lighthouse.client.options import ClientOptions
 from allranks.lighthouse.client.reactor import FrameSocket, Reactor
 from allranks.model.cluster import MemberLost
 
-_LOOK_S = 0.1  # how often the rank's process state is looked at while it is stopped; else with every beat
-_NO_BEAT_S = 0.5  # the same while beats are rare or the line is down
+_STOPPED_POLL_S = 0.1  # between checks of the process state of a stopped rank
+_POLL_S = 0.5  # the same for a running rank, besides the check with every heartbeat
 
 
 @dataclass(frozen=True)
 class RankProgress:
-    """Where a rank is, by its black box. `count` grows with every step and call."""
+    """A rank's progress, from its black box. `count` grows with every step and call."""
 
     step: int
     count: int
@@ -40,7 +40,7 @@ class RankProgress:
 
 
 def read_mark(path: str) -> RankProgress | None:
-    """The rank's mark; None when there is no black box (yet) or it is not one."""
+    """The rank's progress; None without a readable black box."""
     try:
         head = parse_header(read_regular(path, STRUCT.size))
     except (OSError, InputError):
@@ -49,8 +49,6 @@ def read_mark(path: str) -> RankProgress | None:
 
 
 class LivenessProxy:
-    """One rank's liveness proxy. `run()` returns when the rank or its client is gone."""
-
     def __init__(self, line: socket.socket) -> None:
         self._reactor = Reactor()
         self._socket = line
@@ -61,12 +59,12 @@ class LivenessProxy:
         self._left = False
         self._count = -1
         self._moved_at = time.monotonic()
-        self._timeout_s = 0.0  # the lighthouse's heartbeat timeout, once it has said it
+        self._timeout_s = 0.0  # the lighthouse's heartbeat timeout, from its Welcome
         self._seen_running = time.monotonic()
-        self._asleep = False  # the rank is stopped, and the lighthouse was told
+        self._stopped = False  # the rank is stopped, and the lighthouse was notified
 
     def run(self) -> None:
-        """Until the rank or its client is gone."""
+        """Runs until the rank or its client is gone."""
         self._reactor.open()
         self._line = FrameSocket(self._socket, self._reactor, self._from_rank, self._rank_lost)
         try:
@@ -120,9 +118,9 @@ class LivenessProxy:
             self._end(f"process {self._pid} died")
             return
         except OSError:
-            pass  # an old kernel: the closed line tells it
+            pass  # an old kernel: the closed socketpair reports the death
         self._link.open()
-        self._look()
+        self._poll()
 
     # ---- the lighthouse's side --------------------------------------------------------------------------
 
@@ -138,7 +136,7 @@ class LivenessProxy:
             self._line.send(messages.encode(messages.NameLease(self._link.lease_until)))
 
     def _beat(self) -> messages.Beat:
-        self._check()  # here, since a wake-up of its own costs as much as the beat
+        self._check()  # here, since a separate wake-up would cost as much as the heartbeat
         report, mark = self._report, read_mark(self._box) if self._box else None
         step = max(report.step, mark.step) if mark else report.step
         count = report.progress if report.progress >= 0 else (mark.count if mark else -1)
@@ -152,32 +150,32 @@ class LivenessProxy:
 
     # ---- a stopped rank ---------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._check()
-        self._reactor.later(_LOOK_S if self._asleep else _NO_BEAT_S, self._look)
+        self._reactor.later(_STOPPED_POLL_S if self._stopped else _POLL_S, self._poll)
 
     def _check(self) -> None:
-        """We beat although the rank is stopped: so we must tell. Thawed, the line is made anew."""
+        """Reports a stopped rank, for which this process still sends heartbeats; reconnects when the rank resumes."""
         now = time.monotonic()
         if process_state(self._pid) != "T":  # a debugger's stop ("t") ends by itself
             self._seen_running = now
-            if self._asleep and self._link is not None:
-                self._asleep = False
+            if self._stopped and self._link is not None:
+                self._stopped = False
                 self._link.reopen()
-        elif not self._asleep and 0 < self._timeout_s <= now - self._seen_running and self._link is not None:
-            self._asleep = True
+        elif not self._stopped and 0 < self._timeout_s <= now - self._seen_running and self._link is not None:
+            self._stopped = True
             self._link.held.drop_all(shut=True)
             why = f"process {self._pid} was stopped by SIGSTOP"
             self._link.send(messages.encode(messages.Died(why, stopped=True)))
             self._link.close()
-            # the first that it reads when it runs again: the others continue without it, so it must not commit alone
+            # the first message that it reads when it resumes: it must not commit alone, for the others have continued
             lost = MemberLost(self._link.options.replica, f"declared lost: {why}", number=self._link.known[1])
             self._line.send(messages.encode(lost))
 
     # ---- the end ----------------------------------------------------------------------------------------
 
     def _end(self, reason: str) -> None:
-        """The rank is gone: end its connections first, then tell the lighthouse."""
+        """The rank is gone: shuts its connections down first, then notifies the lighthouse."""
         if self._link is not None:
             self._link.held.drop_all(shut=True)
         if self._link is not None and not self._left:
@@ -188,10 +186,10 @@ class LivenessProxy:
 
 
 def main() -> None:
-    """Entry point of the process. No argparse: it costs a quarter of the start."""
+    """Entry point of the process. No argparse, which would take a quarter of the start."""
     if len(sys.argv) != 3 or sys.argv[1] != "--fd":
         sys.exit(__doc__)
-    # Ctrl-C and a launcher's SIGTERM are for the rank; the liveness proxy ends when the rank has.
+    # Ctrl-C and a launcher's SIGTERM are for the rank; the liveness proxy exits after the rank.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[2])) as line:

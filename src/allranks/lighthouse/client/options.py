@@ -1,4 +1,4 @@
-"""Where the lighthouse is and who a client is: arguments, else environment, else defaults."""
+"""The client's options: arguments, else environment, else defaults."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from allranks.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """Where the lighthouse is and who we are. Empty values come from the environment."""
+    """The lighthouse's addresses and the client's identity. Empty values come from the environment."""
 
     addresses: tuple[str, ...] = ()  # $ALLRANKS_LIGHTHOUSE, comma separated
     token: str = ""  # $ALLRANKS_TOKEN, or the file $ALLRANKS_TOKEN_FILE
     replica: str = ""
     node: str = ""  # the host's name
-    session: str = ""  # one life of the replica, shared by its ranks; "": a random one
+    session: str = ""  # one incarnation of the replica, shared by its ranks; "": a random one
     role: str = "replica"  # or "observer"
     rank: int = 0
     connections: int = 1
@@ -37,7 +37,7 @@ class ClientOptions:
             raise ConfigurationError(f"rank is {self.rank}, must be below connections ({self.connections})")
 
     def resolved(self, session: str) -> ClientOptions:
-        """All empty values filled in. Reads environment and token file."""
+        """Fills in all empty values from the environment and the token file."""
         text = ",".join(self.addresses) or os.environ.get("ALLRANKS_LIGHTHOUSE", "")
         addresses = tuple(part.strip() for part in text.split(",") if part.strip())
         if not addresses:

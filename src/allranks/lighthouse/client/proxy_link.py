@@ -1,6 +1,6 @@
-"""The client's end of a liveness proxy: starts the process, speaks frames over a socketpair, starts it again if it dies.
+"""The client's side of a liveness proxy: starts the process, sends frames over a socketpair, restarts it if it dies.
 
-Has the same face as Link, so the client does not care which one it has. Runs on the client's Reactor.
+Has the interface of Link. Runs on the client's Reactor.
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ from allranks.model.cluster import ConnectionLost
 
 log = logging.getLogger("allranks.lighthouse")
 
-_PAUSE_S = 0.2  # before one that died is started again
-_FULL_PAUSE_S = 5.0  # the same when none can be started
+_PAUSE_S = 0.2  # before a dead proxy is restarted
+_FULL_PAUSE_S = 5.0  # the same after the process could not be started
 
 
 class ProxyLink:
-    """See the module."""
-
     def __init__(
         self, options: ClientOptions, reactor: Reactor, receive: Callable[[int, bytes], None]
     ) -> None:
@@ -57,7 +55,7 @@ class ProxyLink:
         self._closed = False
 
     def open(self) -> None:
-        """Starts the process and tells it where to go."""
+        """Starts the process and sends it the options."""
         ours, theirs = socket.socketpair()
         module, fd = "allranks.lighthouse.client.liveness_proxy", str(theirs.fileno())
         try:
@@ -78,35 +76,35 @@ class ProxyLink:
         self.report(self._report)
 
     def close(self) -> None:
-        """Closes the line; the liveness proxy ends by itself and is reaped."""
+        """Closes the socketpair; the liveness proxy exits by itself and is reaped."""
         self._closed = True
         if self._line is not None:
             self._line.flush()
         self._shut()
 
     def send(self, frame: bytes) -> bool:
-        """Queues a frame; False when the lighthouse cannot be reached."""
+        """Queues a frame; False when not connected to a lighthouse."""
         if self.up and self._line is not None:
             self._line.send(frame)
         return self.up
 
     def finish(self, frame: bytes) -> None:
-        """Sends the last frame; the liveness proxy does not come back after it."""
+        """Sends the last frame; the liveness proxy does not reconnect after it."""
         self.send(frame)
 
     def report(self, report: Report) -> None:
-        """What the liveness proxy's next heartbeats should say."""
+        """Sets the content of the liveness proxy's next heartbeats."""
         self._report = Report(report.step, report.progress, report.health, self.known)
         self._put(self._report)
 
     def hold(self, number: int, fds: Sequence[int]) -> None:
-        """Hands descriptors over; ours are closed once they are sent, or at once while no liveness proxy runs."""
+        """Sends descriptors to the liveness proxy; ours are closed once sent, or at once while none runs."""
         for i in range(0, len(fds), MAX_FDS):
             some = tuple(fds[i : i + MAX_FDS])
             self._put(Hold(number, len(some)), some)
 
     def release(self, number: int) -> None:
-        """Lets the liveness proxy close what it holds for this quorum."""
+        """Lets the liveness proxy close the descriptors of this quorum."""
         self._put(Release(number))
 
     def _put(self, message: object, fds: tuple[int, ...] = ()) -> None:
@@ -134,7 +132,7 @@ class ProxyLink:
         self._receive(kind, payload)
 
     def _died(self, error: Exception | None) -> None:
-        """Somebody killed the liveness proxy: start another."""
+        """The liveness proxy was killed: starts another one."""
         if self._closed:
             return
         self._shut()
@@ -147,7 +145,7 @@ class ProxyLink:
             return
         try:
             self.open()
-        except OSError as error:  # no process or descriptor is free just now
+        except OSError as error:  # out of processes or descriptors
             log.warning("the liveness proxy cannot be started: %s", error)
             self._reactor.later(_FULL_PAUSE_S, self._open_again)
 
@@ -169,5 +167,5 @@ _CONNECTION_LOST = encode(ConnectionLost(""))[HEAD.size - 1]
 
 
 def _python_path() -> str:
-    """Where the liveness proxy finds allranks. Nothing else: without `site` and msgspec it starts in a third of the time."""
+    """The folder of allranks, and no other: without `site` and msgspec the process starts in a third of the time."""
     return str(Path(allranks.__file__).parents[1])

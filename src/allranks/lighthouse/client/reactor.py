@@ -1,7 +1,7 @@
-"""A small event loop over selectors for one thread: the client's own, or the liveness proxy process; and its sockets.
+"""A small event loop over selectors, and its sockets, for the client's thread and the liveness proxy.
 
-asyncio would do, but not in a rank: its loop is a global of the thread, and the rank's thread must survive
-forks, need no policy and start in no time. Everything runs on the thread that calls `run()`, except `call`.
+Not asyncio: the loop must survive forks of the rank, need no policy and start fast (docs/decisions.md). Everything runs on
+the thread that calls `run()`, except `call`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,17 @@ MAX_FDS = 250  # of one message; the kernel's limit is 253
 
 
 class ReactorTimer:
-    """A planned call; `cancel()` makes it void."""
-
     __slots__ = ("callback",)
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        """Never call it."""
         self.callback = None
 
 
 class Reactor:
-    """Watches file descriptors and timers until `stop()`. Makes its descriptors in `open()`."""
+    """Watches file descriptors and timers until `stop()`."""
 
     def __init__(self) -> None:
         self.clock = AwakeClock(max_step_s=2.0)
@@ -56,13 +53,13 @@ class Reactor:
         self._stopped = False
 
     def open(self) -> None:
-        """Makes selector and wake-up pipe."""
+        """Opens the selector and the wake-up pipe."""
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
 
     def close(self) -> None:
-        """Closes them. Call it on the thread that ran, or after a fork in the child."""
+        """Closes both. Call it on the thread that ran, or in a forked child."""
         with self._lock:
             selector, self._selector = self._selector, None
             read, write = self._wake_read, self._wake_write
@@ -73,7 +70,7 @@ class Reactor:
             os.close(write)
 
     def watch(self, fd: int, callback: Callable[[int], None], write: bool = False) -> None:
-        """Calls `callback(events)` when `fd` can be read (or written, if asked); replaces an earlier watch."""
+        """Calls `callback(events)` when `fd` is readable (`write`: or writable); replaces an earlier watch."""
         if self._selector is None:
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
@@ -83,23 +80,22 @@ class Reactor:
             self._selector.register(fd, events, callback)
 
     def forget(self, fd: int) -> None:
-        """Watches `fd` no more. Call it before closing the descriptor."""
+        """Stops watching `fd`. Call it before closing the descriptor."""
         if self._selector is not None:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(fd)
 
     def later(self, delay_s: float, callback: Callable[[], None]) -> ReactorTimer:
-        """Calls back once after `delay_s`."""
         timer = ReactorTimer(callback)
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), timer))
         return timer
 
     def call(self, callback: Callable[[], object]) -> None:
-        """Runs `callback` on the reactor's thread, soon. Safe from any thread."""
+        """Runs `callback` on the reactor's thread. Safe from any thread."""
         with self._lock:
             self._calls.append(callback)
             if self._wake_write >= 0:
-                with suppress(BlockingIOError):  # enough wake-ups are on the way
+                with suppress(BlockingIOError):  # the pipe is full of wake-ups
                     os.write(self._wake_write, b"x")
 
     def stop(self) -> None:
@@ -108,7 +104,7 @@ class Reactor:
         self.call(lambda: None)
 
     def run(self) -> None:
-        """Until stopped. A callback that raises is logged; the others still run."""
+        """Runs until stopped. A callback that raises is logged; the others still run."""
         while not self._stopped:
             self._turn()
 
@@ -143,10 +139,10 @@ class Reactor:
 
 
 class FrameSocket:
-    """A connected socket: frames go out as it takes them, what comes is handed on frame by frame.
+    """A connected socket with a send queue; received frames are passed on one by one.
 
-    A local socket carries descriptors too: `send` takes them over, those received lie in `fds`. `lost(error)` is called
-    once, from the reactor; the error is None when the other side has closed.
+    A local socket also carries descriptors: `send` takes them over, received ones are in `fds`. The reactor calls
+    `lost(error)` once; the error is None when the other side has closed.
     """
 
     def __init__(
@@ -158,8 +154,8 @@ class FrameSocket:
     ) -> None:
         sock.setblocking(False)
         self.sock: socket.socket | None = sock
-        self.limit = MAX_FRAME  # of bytes that are no whole frame yet
-        self.heard = reactor.clock.now  # when the last bytes came
+        self.limit = MAX_FRAME  # bytes of an incomplete frame
+        self.heard = reactor.clock.now  # when the last bytes arrived
         self.fds: list[int] = []
         self._reactor, self._receive, self._lost = reactor, receive, lost
         self._again: tuple[type[OSError], ...] = (BlockingIOError, InterruptedError)
@@ -169,10 +165,9 @@ class FrameSocket:
 
             self._again += (ssl.SSLWantReadError, ssl.SSLWantWriteError)
         self._local = sock.family == socket.AF_UNIX
-        self._broken = False  # nothing can be sent any more
+        self._broken = False  # sending has failed
         self._in = bytearray()
-        # with descriptors to send along
-        self._out: deque[tuple[bytes | memoryview, tuple[int, ...]]] = deque()
+        self._out: deque[tuple[bytes | memoryview, tuple[int, ...]]] = deque()  # data and its descriptors
         reactor.watch(sock.fileno(), self._ready, write=True)
 
     def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
@@ -194,16 +189,16 @@ class FrameSocket:
                     os.close(fd)
                 if sent < len(data):
                     self._out.appendleft((memoryview(data)[sent:], ()))
-        except self._again as error:  # in a handshake of TLS the other side may have to speak first
+        except self._again as error:  # during a TLS handshake we may have to read first
             write = type(error).__name__ != "SSLWantReadError"
-        except OSError as error:  # later: a sender does not expect to be called back
+        except OSError as error:  # not now: a sender does not expect a callback
             self._broken = True
             self._reactor.later(0.0, partial(self._end, error))
             return
         self._reactor.watch(sock.fileno(), self._ready, write)
 
     def close(self) -> None:
-        """Ends the connection; what was not sent is dropped."""
+        """Ends the connection and drops the send queue."""
         sock, self.sock = self.sock, None
         for _, fds in self._out:
             for fd in fds:
@@ -214,7 +209,7 @@ class FrameSocket:
             sock.close()
 
     def abandon(self) -> None:
-        """Before `close`: the other side sees a reset, for an orderly close would say that this process has ended."""
+        """Makes `close` reset the connection: an orderly close would mean that this process has ended."""
         if self.sock is not None:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
@@ -238,7 +233,7 @@ class FrameSocket:
             self._end(None)
 
     def _read(self) -> bool:
-        """Takes what has come; True when the other side has closed."""
+        """Reads what has arrived; True when the other side has closed."""
         while self.sock is not None:
             fds: list[int] = []
             try:

@@ -1,12 +1,12 @@
-"""Making and ending raw gloo backends: one gloo device per process, groups over it, their sockets known.
+"""Makes and aborts raw gloo backends: one gloo device per process, with groups whose sockets are known.
 
-Runs in a rank. The device (and with it its listener) is kept for the life of the process, so every connected socket of
-every group is known by its two ends, also while a group is still being made.
+Runs in a rank. The device and its listener are kept while the process runs, so every connected socket of every group can be
+found by its two ends, even while a group is being made.
 
-gloo offers no abort: `ProcessGroupGloo.abort()` leaves a pending operation hanging until its timeout. Shutting down the
-group's connected sockets ends it within a millisecond. Sockets are recognised by address, never by guessing: every gloo
-pair has our gloo listener's "ip:port" on one side or a peer's on the other (other hosts use the same ports). The
-listener itself is never touched: gloo terminates the process when accept() fails.
+gloo has no working abort: `ProcessGroupGloo.abort()` leaves a pending operation until its timeout. Shutting down the
+group's connected sockets ends it within a millisecond. Sockets are identified by address: every gloo pair has our gloo
+listener's "ip:port" on one side or a peer's on the other (other hosts use the same ports). The listener itself must not
+be touched: gloo terminates the process when accept() fails.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _live: weakref.WeakSet[OwnsSockets] = weakref.WeakSet()
 
 
 class OwnsSockets(Protocol):
-    """What has connected sockets that a forked child must let go of."""
+    """An owner of connected sockets that a forked child must close."""
 
     def close_in_child(self) -> None:
-        """In a forked child (a DataLoader's worker): else our death would show only when it dies too."""
+        """Closes the sockets in a forked child (a DataLoader's worker), which would hide our death from peers."""
 
 
 def close_in_children(owner: OwnsSockets) -> None:
-    """From now on forked children close this one's sockets."""
+    """Makes forked children close this owner's sockets."""
     if not _live:
         os.register_at_fork(after_in_child=_after_fork_in_child)
     _live.add(owner)
@@ -51,7 +51,7 @@ def _after_fork_in_child() -> None:
 
 
 def find_connected(local: Collection[str], remote: Collection[str]) -> Iterator[tuple[int, socket.socket]]:
-    """(descriptor, duplicate) of every TCP socket connected at or to such an "ip:port"; closes the duplicates."""
+    """(descriptor, duplicate) of every TCP socket connected from or to one of these "ip:port"; closes the duplicates."""
     for fd, held in _tcp_sockets():
         with held:
             if _matches(held, local, remote):
@@ -59,18 +59,18 @@ def find_connected(local: Collection[str], remote: Collection[str]) -> Iterator[
 
 
 def cut_connected(local: Collection[str], remote: Collection[str]) -> None:
-    """Ends every operation that is blocked on such sockets, here and at the peers."""
+    """Shuts these sockets down, which ends all operations blocked on them, here and at the peers."""
     for _, held in find_connected(local, remote):
         cut(held)
 
 
 def name_of(end: tuple[Any, ...]) -> str:
-    """ "ip:port" of one end of a socket, alike on both sides, and for torch's store, whose sockets are all IPv6."""
+    """ "ip:port" of one end of a socket, the same on both sides, and for torch's store, whose sockets are all IPv6."""
     return f"{end[0].partition('%')[0].removeprefix('::ffff:')}:{end[1]}"
 
 
 def listeners() -> set[str]:
-    """Where this process listens."""
+    """The "ip:port" of all listening sockets of this process."""
     found = set()
     for _, held in _tcp_sockets():
         with held, suppress(OSError, IndexError, TypeError):
@@ -80,9 +80,9 @@ def listeners() -> set[str]:
 
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """(descriptor, duplicate, which is the caller's) of every TCP socket of this process.
+    """(descriptor, duplicate) of every TCP socket of this process; the caller closes the duplicates.
 
-    Duplicate first, look after: a descriptor that is closed and reused in between cannot fool us.
+    Inspects the duplicate, because the descriptor may be closed and reused meanwhile.
     """
     for name in os.listdir("/proc/self/fd"):
         held = _duplicate(int(name))
@@ -110,7 +110,7 @@ def _duplicate(fd: int) -> socket.socket | None:
 
 def _matches(held: socket.socket, local: Collection[str], remote: Collection[str]) -> bool:
     try:
-        other = name_of(held.getpeername())  # fails on the listener, which must never be touched
+        other = name_of(held.getpeername())  # fails for the listener, which must not be touched
         return other in remote or name_of(held.getsockname()) in local
     except OSError:
         return False
@@ -122,10 +122,9 @@ _TRIES = 3
 
 @dataclass(eq=False)
 class GlooMesh:
-    """One gloo device and at most one group over it. `abort` may come from any thread at any time."""
+    """One gloo device with at most one group. `abort` may come from any thread at any time."""
 
     host: str = ""
-    interface: str = ""
     _device: object = None
     _listener: str = ""
     _others: set[str] = field(default_factory=set)  # gloo listeners of the other members
@@ -133,45 +132,45 @@ class GlooMesh:
 
     @property
     def device(self) -> object:
-        """Our gloo device; made on first use."""
+        """The gloo device, made on first use."""
         with _creation:
             for _ in range(_TRIES if self._device is None else 0):
                 before = listeners()
                 self._device = self._create_device()
                 new = listeners() - before
                 self._listener = next(iter(new), "")
-                if len(new) == 1:  # no other thread has begun to listen meanwhile
+                if len(new) == 1:  # else another thread has started to listen meanwhile
                     break
         return self._device
 
     @property
     def listener(self) -> str:
-        """Where the device listens: the other members must know it."""
+        """The device's "ip:port", which the other members must know."""
         return self._listener if self.device else ""
 
-    def connect(self, meeting: GroupSpec, timeout_s: float) -> object:
-        """Makes the backend: all members must do so at the same time."""
-        self._others.update(meeting.listeners)
-        options = gloo_options(self.device, meeting.limit_s or timeout_s)
-        options.group_name = meeting.name
-        options.global_ranks_in_group = list(meeting.global_ranks)
-        self._connected = meeting.world_size > 1
+    def connect(self, spec: GroupSpec, timeout_s: float) -> object:
+        """Makes the backend, together with all other members."""
+        self._others.update(spec.listeners)
+        options = gloo_options(self.device, spec.limit_s or timeout_s)
+        options.group_name = spec.name
+        options.global_ranks_in_group = list(spec.global_ranks)
+        self._connected = spec.world_size > 1
         close_in_children(self)
-        backend = dist.ProcessGroupGloo(meeting.store, meeting.rank, meeting.world_size, options)
+        backend = dist.ProcessGroupGloo(spec.store, spec.rank, spec.world_size, options)
         limit_operations(backend, timeout_s)
         return backend
 
     def hand_over(self, hold: Callable[[list[int], int], None], number: int) -> None:
-        """Calls `hold` with the descriptors of the group's sockets, which it must duplicate, and the quorum's number."""
+        """Calls `hold` with the group's descriptors, which it must duplicate, and the quorum's number."""
         with contextlib.ExitStack() as copies:
             descriptors = []
             for _, held in find_connected((self._listener,), self._others):
-                descriptors.append(os.dup(held.fileno()))  # socket.dup() would make it wait in gloo's loop
+                descriptors.append(os.dup(held.fileno()))  # socket.dup() would make gloo's sockets blocking
                 copies.callback(os.close, descriptors[-1])
             hold(descriptors, number)
 
     def abort(self) -> None:
-        """Ends the group, finished or in the making."""
+        """Ends the group, also while it is being made."""
         connected, self._connected = self._connected, False
         if connected:
             cut_connected((self._listener,), self._others)
@@ -182,16 +181,15 @@ class GlooMesh:
             os.close(fd)
 
     def _create_device(self) -> object:
-        interface = self.interface or os.environ.get("GLOO_SOCKET_IFNAME", "")
-        if interface:
+        if interface := os.environ.get("GLOO_SOCKET_IFNAME", ""):
             return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
         return dist.ProcessGroupGloo.create_device(hostname=self.host or own_host())
 
 
 def own_host(towards: str = "") -> str:
-    """The address under which others reach this machine: that of the interface that leads to `towards`.
+    """The address at which others reach this machine: that of the interface that leads to `towards`.
 
-    Not what our name resolves to: that is often a loopback address, or the wrong network. `ALLRANKS_HOST` wins.
+    Not the address of the host name, which is often loopback or on the wrong network. `ALLRANKS_HOST` overrides it.
     """
     with contextlib.suppress(OSError, ValueError):
         return os.environ.get("ALLRANKS_HOST") or own_address(towards or f"{loopback()}:9")

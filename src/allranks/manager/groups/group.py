@@ -1,8 +1,8 @@
-"""Process groups that can be taken down and made again in place, as often as members come and go.
+"""Process groups that can be aborted and made again in place, as members join and leave.
 
-Runs in a rank. A `ReconfigurableGroup` is a `torch.distributed.ProcessGroup` whose real backend is replaced by
-`configure()`; `abort()` may be called from any thread and ends whatever is blocked in it. `ProcessGroupGloo` is
-for CPU tensors; `ProcessGroupNCCL` (nccl.py) for GPUs.
+Runs in a rank. A `ReconfigurableGroup` is a `torch.distributed.ProcessGroup` whose real backend `configure()` replaces;
+`abort()` ends all blocked operations, from any thread. `ProcessGroupGloo` is for CPU tensors, `ProcessGroupNCCL`
+(nccl.py) for GPUs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from allranks.manager.groups.group_spec import (
 from allranks.manager.groups.native_calls import AbandonableCall
 from allranks.manager.groups.teardown import destroy_later, ended, finish
 
-#: Operation of a group -> of its backend: since torch 2.15, and in 2.11, which takes one pair of tensors there.
+#: Operation of a group -> names in its backend: since torch 2.15, and in 2.11, which takes one pair of tensors.
 _RENAMED = {
     "allgather_into_tensor_coalesced": ("all_gather_single_coalesced", "_allgather_base"),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter_single_coalesced", "_reduce_scatter_base"),
@@ -37,7 +37,7 @@ _RENAMED = {
 
 
 class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
-    """The parts that all backends share: one current backend, replaced under a lock, delegated to by name."""
+    """The common part of all backends: delegates operations by name to the current backend, replaced under a lock."""
 
     backend_name = ""
     slow_to_destroy = False  # the backend's destructor may take seconds
@@ -46,14 +46,14 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         super().__init__(0, 1)
         self.timeout_s = seconds(timeout)
         self._backend: object = None
-        self._meeting: GroupSpec | None = None
+        self._spec: GroupSpec | None = None
         self._error: Exception | None = None
-        self._works: deque[object] = deque()  # operations that may still be running
+        self._works: deque[object] = deque()  # operations that may be running
         self._making: AbandonableCall[object] | None = None
         self._guard = threading.Lock()
         self._gate = threading.Lock()  # held while the current backend takes an operation
 
-    # ---- life ----
+    # ---- configure and abort ----
 
     def configure(
         self,
@@ -66,24 +66,24 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         group_world_size: int | None = None,
         global_ranks: Sequence[int] | None = None,
     ) -> None:
-        """torchft's spelling: `store_addr` is "host:port/prefix"; the rest tells who we are in the new group."""
+        """torchft's interface: `store_addr` is "host:port/prefix"; the rest describes this rank in the new group."""
         store = create_store_client(store_addr, timedelta(seconds=self.timeout_s))
         self.choose_device()
-        self.meet(GroupSpec(store, rank, world_size, quorum_id or 0))
+        self.reconfigure(GroupSpec(store, rank, world_size, quorum_id or 0))
 
-    def meet(self, meeting: GroupSpec, made: object = None) -> None:
-        """Takes the old backend down and makes a new one with these members; raises when they do not come.
+    def reconfigure(self, spec: GroupSpec, made: object = None) -> None:
+        """Aborts the old backend and makes a new one with these members; raises when they do not connect.
 
-        `made`: what `make_beside` has made for the same members.
+        `made`: the backend that `make_next` made for the same members.
         """
         self.abort()
         making = AbandonableCall(
-            partial(self._make, meeting) if made is None else partial(self._begin, made),
+            partial(self._make, spec) if made is None else partial(self._begin, made),
             self.discard,
         )
         made = None  # see _issue
         with self._guard:
-            self._error, self._meeting, self._making = None, meeting, making
+            self._error, self._spec, self._making = None, spec, making
         backend = making.result()
         with self._guard:
             self._making = None
@@ -93,11 +93,11 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         if aborted:
             self.discard(backend)
             backend = None
-            raise GroupAborted(f"the group of quorum {meeting.number} was aborted while it was made")
-        self._connected(meeting)
+            raise GroupAborted(f"the group of quorum {spec.number} was aborted while it was made")
+        self._connected(spec)
 
     def abort(self, reason: str = "aborted") -> None:
-        """Ends pending operations with an error, here and at the peers; any thread, any number of times."""
+        """Ends pending operations with an error, here and at the peers. May be called from any thread, several times."""
         with self._guard:
             backend, gate, self._backend = self._backend, self._gate, None
             works, self._works = self._works, deque()
@@ -112,21 +112,21 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
             destroy_later(backend, works, self.slow_to_destroy, ending)
 
     def retire(self, reason: str) -> None:
-        """As `abort`, of a group that works and that its members have left together for the next one."""
+        """As `abort`, for a working group that its members leave together for the next one."""
         self.abort(reason)
 
     def drop_retired(self) -> None:
-        """Called after each commit: what was retired goes once the next group has made some steps."""
+        """Called after each commit: destroys retired backends once the next group has made some steps."""
 
-    def make_beside(self, meeting: GroupSpec) -> object:
-        """Makes a backend for `meet` while the current one works, on any thread. None: it is made fast enough in `meet`."""
+    def make_next(self, spec: GroupSpec) -> object:
+        """Makes a backend for `reconfigure` while the current one works, on any thread. None: not needed."""
         return None
 
     def prepare(self) -> None:
-        """Does what is slow only once, before other members wait for it. Nothing to do for CPU tensors."""
+        """Does slow one-time work before other members wait for it."""
 
     def shutdown(self) -> None:
-        """Takes the group down for good."""
+        """Aborts the group for good."""
         self.abort("shut down")
         finish()
 
@@ -135,38 +135,37 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         return self._error
 
     def choose_device(self) -> None:
-        """On the training thread, before the first group: its current device is the group's. Not for CPU tensors."""
+        """Called on the training thread before the first group, whose device is the thread's current one."""
 
     @property
     def listener(self) -> str:
-        """Where other members connect; "": the backend needs none that is known before."""
+        """The "ip:port" where other members connect; "": not needed."""
         return ""
 
     def settle(self) -> None:
-        """Waits until the device has done what was given to it. Nothing to do for CPU tensors."""
+        """Waits until the device has completed the operations."""
 
     def num_active_work(self) -> int:
-        """How many operations may still be running."""
         return len(self._works)
 
     def set_timeout(self, timeout: Seconds) -> None:
-        """The limit of operations of groups that are made from now on."""
+        """Sets the time limit of operations, for backends made from now on."""
         self.timeout_s = seconds(timeout)
 
-    # ---- what dist.ProcessGroup asks ----
+    # ---- dist.ProcessGroup ----
 
     def getBackendName(self) -> str:
         return f"allranks-{self.backend_name}"
 
     def rank(self) -> int:
-        return self._meeting.rank if self._meeting else 0
+        return self._spec.rank if self._spec else 0
 
     def size(self) -> int:
-        return self._meeting.world_size if self._meeting else 1
+        return self._spec.world_size if self._spec else 1
 
     @property
     def group_name(self) -> str:
-        return self._registered or f"allranks/{self._meeting.number if self._meeting else 0}"
+        return self._registered or f"allranks/{self._spec.number if self._spec else 0}"
 
     # ---- collectives ----
 
@@ -181,7 +180,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
     def allreduce_in(
         self, number: int, tensors: list[torch.Tensor], options: dist.AllreduceOptions
     ) -> object:
-        """In the group of that quorum and no other: by the time of the call another may have been made."""
+        """Raises GroupAborted if the group is no longer that of this quorum."""
         return self._issue("allreduce", tensors, options, number=number)
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> object:
@@ -200,12 +199,12 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         return work
 
     def _issue(self, operation: str, *arguments: object, number: int | None = None) -> object:
-        """Gives an operation to the backend, unless that is another than the caller has in mind."""
+        """Passes an operation to the backend; raises GroupAborted if it was replaced."""
         with self._guard:
-            backend, gate, meeting = self._backend, self._gate, self._meeting
+            backend, gate, spec = self._backend, self._gate, self._spec
         if backend is None:
             raise GroupAborted(str(self._error or "the process group was never configured"))
-        if number is not None and (meeting is None or meeting.number != number):
+        if number is not None and (spec is None or spec.number != number):
             raise GroupAborted("the members changed")
         try:
             with gate:
@@ -219,28 +218,27 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
                     return self._track(act(*arguments))
             raise GroupAborted(str(self._error or "the members changed"))  # while we waited for the gate
         finally:
-            # a traceback would keep it, and the thread that drops it last would have to destroy it
-            backend = act = None
+            backend = act = None  # a traceback would keep the backend, whose last owner must destroy it
 
-    def _make(self, meeting: GroupSpec) -> object:
-        """On a thread that may be abandoned: changes nothing that the next group would use."""
+    def _make(self, spec: GroupSpec) -> object:
+        """Makes a backend, on a thread that may be abandoned: must not change state that the next group uses."""
         raise NotImplementedError
 
-    def _connected(self, meeting: GroupSpec) -> None:
+    def _connected(self, spec: GroupSpec) -> None:
         """The new backend is in use from now on."""
 
     def _begin(self, made: object) -> object:
-        """What `make_beside` could not do while another group works."""
+        """Completes a backend that `make_next` made."""
         return made
 
     def discard(self, backend: object) -> None:
-        """It was made, but nobody wants it any more."""
+        """Destroys a backend that is no longer wanted."""
         destroy_later(backend, (), self.slow_to_destroy)
 
     def _take_down(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
-        """Ends what waits in the backend, which may be None; returns the thread that does it, if it takes time.
+        """Aborts the backend, which may be None; returns the thread that does it, if it takes time.
 
-        `gate` is held while the backend takes an operation.
+        `gate` is held while the backend accepts an operation.
         """
         raise NotImplementedError
 
@@ -260,26 +258,26 @@ for _operation in (
 
 
 class ProcessGroupGloo(ReconfigurableGroup):
-    """gloo over TCP for CPU tensors. Aborting shuts its sockets down: gloo's own abort wakes nobody."""
+    """gloo over TCP for CPU tensors. Aborting shuts its sockets down, because gloo's own abort wakes no operation."""
 
     backend_name = "gloo"
 
-    def __init__(self, timeout: Seconds = 60.0, host: str = "", interface: str = "") -> None:
+    def __init__(self, timeout: Seconds = 60.0, host: str = "") -> None:
         super().__init__(timeout)
-        self.mesh = GlooMesh(host=host, interface=interface)
-        #: Called with (descriptors, quorum number) once a group is connected, so that a helper can hold them.
+        self.mesh = GlooMesh(host)
+        #: Called with (descriptors, quorum number) once a group is connected, so that a helper can shut them down.
         self.on_connected: Callable[[list[int], int], None] | None = None
 
     @property
     def listener(self) -> str:
         return self.mesh.listener
 
-    def _make(self, meeting: GroupSpec) -> object:
-        return self.mesh.connect(meeting, self.timeout_s)
+    def _make(self, spec: GroupSpec) -> object:
+        return self.mesh.connect(spec, self.timeout_s)
 
-    def _connected(self, meeting: GroupSpec) -> None:
+    def _connected(self, spec: GroupSpec) -> None:
         if self.on_connected is not None:
-            self.mesh.hand_over(self.on_connected, meeting.number)
+            self.mesh.hand_over(self.on_connected, spec.number)
 
     def _take_down(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
         self.mesh.abort()

@@ -1,4 +1,4 @@
-"""What every backend has in common: where the members of a new group meet, and its place in torch's registry of groups."""
+"""The specification of a new group, and its registration with torch.distributed."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def seconds(value: Seconds) -> float:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Where and as whom to meet: everything a backend needs to be made."""
+    """Everything needed to make a backend."""
 
     store: dist.Store
     rank: int
     world_size: int
     number: int = 0  # of the quorum; for logs and for the liveness proxy
-    listeners: tuple[str, ...] = ()  # of gloo, of the other members
-    name: str = ""  # of the group, as black boxes and verdicts say it
-    global_ranks: tuple[int, ...] = ()  # of the members in group order; () = not known
-    limit_s: float = 0.0  # of waiting for the others; 0 = that of the group's operations
+    listeners: tuple[str, ...] = ()  # gloo listeners of the other members
+    name: str = ""  # of the group, in black boxes and verdicts
+    global_ranks: tuple[int, ...] = ()  # of the members in group order; (): not known
+    limit_s: float = 0.0  # wait for the other members; 0: the limit of the group's operations
 
 
 def create_store_client(store_addr: str, timeout: timedelta) -> dist.Store:
@@ -42,7 +42,7 @@ def create_store_client(store_addr: str, timeout: timedelta) -> dist.Store:
 
 
 class RegisteredGroup:
-    """Mixed into a ProcessGroup. To torch it is a group of one rank: its real size changes."""
+    """Mixin of a ProcessGroup. torch sees a group of one rank, because the real size changes."""
 
     _registered: str | None = None
 
@@ -54,14 +54,14 @@ class RegisteredGroup:
             raise ConfigurationError(f"a process group {full!r} is registered already: choose another name")
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         dist.Backend.register_backend(full, lambda *_: self, devices=devices)
-        if not dist.is_initialized():  # there is nothing yet that a group of torch could be a part of
+        if not dist.is_initialized():  # torch has no default group yet
             self._registered = full
             register_group(full, self)
             return self
         return dist.new_group(ranks=[dist.get_rank()], backend=full, group_desc=full)
 
     def unregister(self) -> None:
-        """torch forgets the group."""
+        """Removes the group from torch."""
         assert isinstance(self, dist.ProcessGroup)
         if is_known(self):
             dist.destroy_process_group(self)
@@ -70,5 +70,5 @@ class RegisteredGroup:
         self._registered = None
 
     def _set_group_name(self, name: str) -> None:
-        """torch tells the group under which name it keeps it."""
+        """Called by torch with the registered name."""
         self._registered = name

@@ -1,10 +1,9 @@
-"""Calls into torch's C++ that cannot be interrupted, and its log while they are called off.
+"""Calls into torch's C++ that cannot be interrupted, and silencing its log while they are abandoned.
 
-Runs in a rank. gloo waits for a member that should call us without holding a socket that could be cut, and torch's
-store keeps trying an address that is dead. Such a call runs in a thread of its own: the one that abandons it frees
-the caller at once, and what the call makes after that is discarded. torch then prints C++ stack traces; its log level
-is one number in libc10, read at every line, and torch offers no way to set it once it is imported. Where the number cannot be
-found nothing is silenced.
+Runs in a rank. gloo waits for a member to connect without a socket that could be shut down, and torch's store retries a dead
+address. Such a call runs in its own thread: abandoning it frees the caller at once, and its late result is discarded.
+torch then prints C++ stack traces; its log level is a variable in libc10, read at every line, and torch has no function to
+set it after the import. If the variable is not found, the log is not silenced.
 """
 
 from __future__ import annotations
@@ -25,27 +24,23 @@ import torch
 from allranks.errors import GroupAborted
 
 T = TypeVar("T")
-_here = threading.local()  # `call`: the one that runs on this thread
-MAX_LEFT_RUNNING = 16  # each is a thread, and what torch holds for the call, until the call's own limit
-# abandoned, and not returned yet; changed under the calls' locks
+_here = threading.local()  # `call`: the call running on this thread
+MAX_LEFT_RUNNING = 16  # abandoned calls; each keeps a thread and torch's resources until its own time limit
+# abandoned and still running; changed under the calls' locks
 _left_running: set[AbandonableCall[Any]] = set()
 
 
-def _forget(made: object) -> None:
-    """Discards what needs no care."""
-
-
-def _forgotten() -> NoReturn:
-    """Stands for a call that was made: it may have held what it was to finish."""
+def _used() -> NoReturn:
+    """Replaces `make` after the call, so that the objects it refers to are released."""
     raise RuntimeError("this call was made already")
 
 
 @dataclass(eq=False)
 class AbandonableCall(Generic[T]):
-    """One call. `abandon` may come from any thread, before, during or after it."""
+    """One call. `abandon` may come from any thread, before, during or after the call."""
 
     make: Callable[[], T]
-    discard: Callable[[T], None] = _forget  # of what was made too late; on the call's own thread
+    discard: Callable[[T], None] = lambda made: None  # of a late result, on the call's own thread
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _made: list[T] = field(default_factory=list)
     _failure: list[BaseException] = field(default_factory=list)
@@ -53,10 +48,10 @@ class AbandonableCall(Generic[T]):
     _running: bool = False
 
     def result(self) -> T:
-        """What was made; raises what the call raised, or what it was abandoned with. Limits are the call's own.
+        """The result; raises the call's error, or the one it was abandoned with. The call has its own time limit.
 
-        An error is kept by nobody then: its traceback leads to us, and what the call has made would wait, unfinished,
-        for a garbage collection to destroy it, on any thread.
+        Drops its reference to the error: a traceback would keep the call's objects until a garbage collection destroys
+        them, on any thread.
         """
         if len(_left_running) >= MAX_LEFT_RUNNING:
             raise GroupAborted(f"{len(_left_running)} earlier calls into torch have not returned yet")
@@ -70,7 +65,7 @@ class AbandonableCall(Generic[T]):
             raise self._failure.pop()
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the waiting with this error, unless the call is through."""
+        """Makes `result` raise this error, unless the call has ended."""
         with self._changed:
             if not self._abandoned:
                 self._abandoned = True
@@ -89,7 +84,7 @@ class AbandonableCall(Generic[T]):
         except BaseException as error:
             failure.append(error)
             frames = error.__traceback__
-        self.make = _forgotten
+        self.make = _used
         with self._changed:
             late, self._running = self._abandoned, False
             _left_running.discard(self)
@@ -105,7 +100,7 @@ class AbandonableCall(Generic[T]):
 
 
 def abandoned() -> bool:
-    """Whether nobody waits any more for the call that runs on this thread."""
+    """Whether the call running on this thread was abandoned."""
     call = getattr(_here, "call", None)
     return call is not None and call._abandoned
 
@@ -118,7 +113,7 @@ _before = 0
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """torch prints nothing inside: what goes wrong is raised, and told by us. Any number of threads at once."""
+    """Silences torch's log: errors are raised, and we report them. For any number of threads at once."""
     global _silencers, _before
     level = _level()
     if level is None:

@@ -1,10 +1,10 @@
-"""NCCL for GPU tensors: the communicator is ended and made again in place, the process lives on.
+"""NCCL for GPU tensors: the communicator is aborted and made again in the same process.
 
-Runs in a rank with a GPU. `abort` ends the kernels that wait for a dead peer, so that the stream continues; the
-step is then tried again with a new communicator over the members that are left. Where NCCL can, the old one is only
-revoked then, and its memory freed some steps later. torch's watchdog tells every peer that goes with a C++ stack
-trace: its log is silent while such a group is in use, unless TORCH_CPP_LOG_LEVEL is set. What goes wrong is raised,
-and told by the manager.
+Runs in a rank with a GPU. `abort` ends the kernels that wait for a dead peer, so that the stream continues; the step is
+then tried again with a new communicator over the remaining members. If NCCL supports it, the old communicator is only
+revoked at first, and its memory freed some steps later. torch's watchdog logs a C++ stack trace for every lost peer, so
+its log is silenced while such a group is in use, unless TORCH_CPP_LOG_LEVEL is set. Errors are raised, and the manager
+reports them.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from allranks.torch_private import can_wait_until_connected, communicator_of, wi
 log = logging.getLogger("allranks.manager")
 
 
-#: Read once by NCCL, at its first communicator, so it is set for good: all members connect while the group is made, where a
-#: death is noticed. Otherwise they connect in the first collective of each kind, and a member that dies in those milliseconds
-#: stops the others for the limit of time.
+#: NCCL reads it once, at its first communicator, so it is set for good: all members connect while the group is made, when a
+#: death is noticed. Otherwise they connect in the first collective of each kind, and a member that dies in those
+#: milliseconds blocks the others until the timeout.
 CONNECT_AT_ONCE = {"NCCL_RUNTIME_CONNECT": "0"}
-#: Read by torch when a group is made: its watchdog must not end the process when we abort the group.
+#: torch reads them when a group is made: its watchdog must not end the process when we abort the group.
 _SURVIVE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _POLL_S = 0.002
-_TAKEN_S = 2.0  # more than a GPU needs to be given an operation
-_ENDED_S = 1.5  # more than the end of a communicator takes, unless it waits for the device
-_IDLE_STEPS = 10  # with the next group, before the one before it is ended
-_KEPT = 4  # communicators that wait for that; with more of them, the next commit ends them
-_REVOKED_S = 10.0  # more than it takes until nothing runs in a communicator
+_TAKEN_S = 2.0  # launching an operation takes less
+_ENDED_S = 1.5  # ending a communicator takes less, unless it waits for the device
+_IDLE_STEPS = 10  # steps of the next group before the previous one is ended
+_KEPT = 4  # idle communicators; with more, the next commit ends them
+_REVOKED_S = 10.0  # revoking takes less
 _SUCCESS, _IN_PROGRESS = 0, 7  # as NCCL counts
 _lock = threading.Lock()
 _users: Counter[str] = Counter()  # of variables that we have set
-_ending: set[threading.Thread] = set()  # each ends communicators
+_ending: set[threading.Thread] = set()  # threads that end communicators
 
 
 class ProcessGroupNCCL(ReconfigurableGroup):
@@ -59,21 +59,17 @@ class ProcessGroupNCCL(ReconfigurableGroup):
     def __init__(self, timeout: Seconds = 60.0, device: torch.device | str | int | None = None) -> None:
         super().__init__(timeout)
         self.device = (
-            device
-            if device is None
-            else torch.device("cuda", device)
-            if isinstance(device, int)
-            else torch.device(device)
+            torch.device("cuda", device) if isinstance(device, int) else device and torch.device(device)
         )
         for name, value in CONNECT_AT_ONCE.items():
             os.environ.setdefault(name, value)
         self._quiet = contextlib.ExitStack()
-        self._retired: list[object] = []  # communicators that were left in good order
-        self._revoked: list[object] = []  # nothing runs in them, and nothing can
+        self._retired: list[object] = []  # idle communicators of groups that were left while they worked
+        self._revoked: list[object] = []  # revoked communicators
         self._steps = 0  # committed since the last of them was left
         self._communicators: dict[int, int] = {}  # id of a backend -> NCCL's pointer
-        self._over = False
-        self._alone: object = None  # the communicator of one that loaded NCCL
+        self._closed = False
+        self._warm_up: object = None  # the communicator of one rank that loaded NCCL
         self._probe: tuple[torch.cuda.Stream, torch.Tensor] | None = None
 
     def choose_device(self) -> None:
@@ -81,29 +77,29 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def settle(self) -> None:
-        """Waits for the stream: only then it is known that the gradients are reduced."""
+        """Waits for the stream: only then are the gradients known to be reduced."""
         torch.cuda.current_stream(self.device).synchronize()
 
     def prepare(self) -> None:
-        """Loads NCCL and its kernels, by a group of one: a replica that joins must not keep the others waiting.
+        """Loads NCCL and its kernels with a group of one rank, so that other members need not wait for it.
 
-        It is kept: it holds 10 MB, and its end would take 1 s of the first step.
+        The group is kept: it holds 10 MB, and ending it would take 1 s of the first step.
         """
         began = time.monotonic()
         try:
-            self._alone = self._make(GroupSpec(dist.HashStore(), 0, 1, name="allranks_prepare"))
+            self._warm_up = self._make(GroupSpec(dist.HashStore(), 0, 1, name="allranks_prepare"))
         except RuntimeError as error:  # the first real group will raise it again, with the members' names
             log.debug("NCCL could not be prepared: %s", str(error).splitlines()[0])
         log.debug("NCCL was prepared in %.0f ms", (time.monotonic() - began) * 1e3)
 
-    def meet(self, meeting: GroupSpec, made: object = None) -> None:
+    def reconfigure(self, spec: GroupSpec, made: object = None) -> None:
         self._quiet.close()
         if "TORCH_CPP_LOG_LEVEL" not in os.environ:
             self._quiet.enter_context(silenced())
-        super().meet(meeting, made)
+        super().reconfigure(spec, made)
 
     def retire(self, reason: str) -> None:
-        """Aborting a communicator keeps the device busy: not in the first step with the next one."""
+        """Keeps an idle communicator for later: aborting it would delay the first step with the next one."""
         with self._guard:
             idle = self._backend is not None and all(ended(work) for work in self._works)
             if idle:
@@ -115,20 +111,20 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             self.abort(reason)
 
     def shutdown(self) -> None:
-        alone, self._alone = self._alone, None
-        self._retired += [alone] if alone is not None else []
-        self._over = True
+        warm_up, self._warm_up = self._warm_up, None
+        self._retired += [warm_up] if warm_up is not None else []
+        self._closed = True
         self._end_retired()
         super().shutdown()
         self._quiet.close()
 
     def drop_retired(self) -> None:
-        """Some steps later than the first with the next group, in which a new member is most likely to die.
+        """Ends old communicators some steps after the first with the next group, in which a new member is most likely to die.
 
-        The end of a communicator waits for what the device does, and keeps the driver's lock. Beside a collective whose
-        member is dead it does not end before that is aborted, and the abort waits for an operation that waits for the
-        lock. After `_TAKEN_S` it waits no more, and torch asks the aborted communicator for its limit of time
-        whether it has taken the operation. So the next step begins when all ends are over.
+        Ending a communicator waits for the device and holds the driver's lock. If a member is lost in a collective
+        meanwhile, the end waits for the abort of that collective, and the abort waits for a launch that waits for the lock.
+        After `_TAKEN_S` the abort goes ahead, and torch polls the aborted communicator until its timeout. So the next step
+        waits until all communicators have ended.
         """
         if idle := len(self._retired) + len(self._revoked):
             self._steps += 1
@@ -137,7 +133,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         wait_for_endings()
 
     def _end_retired(self) -> None:
-        """Those that were revoked; the others are revoked first, since their end takes as long and nobody should wait for it."""
+        """Ends revoked communicators, in a thread; revokes the others first, because ending them takes longer."""
         with self._guard:
             retired, self._retired = self._retired, []
             revoked, self._revoked = self._revoked, []
@@ -148,42 +144,42 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         if ending:
             _start_ending("allranks-nccl-end", _end, ending)
 
-    def _make(self, meeting: GroupSpec) -> object:
-        """The communicator is ready when this returns.
+    def _make(self, spec: GroupSpec) -> object:
+        """Makes a communicator and waits until it is ready.
 
-        torch would wait for that in the first collective, holding a lock that its abort needs too: a member that
-        dies meanwhile would stop the training thread. Here only this thread waits, and can be abandoned.
+        torch would wait in the first collective, holding a lock that its abort needs: a member that dies meanwhile would
+        block the training thread. Here only this thread waits, and it can be abandoned.
         """
-        return self._begin(self._connect(meeting))
+        return self._begin(self._connect(spec))
 
-    def make_beside(self, meeting: GroupSpec) -> object:
-        """Without an operation: one that waits for a member, beside one of the group that works, could stop both."""
-        backend = self._connect(meeting)
+    def make_next(self, spec: GroupSpec) -> object:
+        """Makes a communicator without launching an operation, which could deadlock with one of the current group."""
+        backend = self._connect(spec)
         if can_wait_until_connected(backend):
             try:
-                wait_for_members(meeting, "connected", self.timeout_s)
+                wait_for_members(spec, "connected", self.timeout_s)
             except (RuntimeError, GroupAborted):
                 self.discard(backend)
                 raise
             with torch.cuda.device(self.device or torch.device("cuda", 0)):
-                communicator_of(backend)  # which waits until all have connected
-            wait_for_endings()  # here nobody waits for us
+                communicator_of(backend)  # waits until all members have connected
+            wait_for_endings()  # no member waits for this rank here
         return backend
 
     def _begin(self, made: Any) -> Any:
-        """The first operation, when no other communicator is being ended.
+        """Launches the first operation, once no other communicator is being ended.
 
-        That waits for the device and keeps the driver's lock. If a member died now, our operation would keep the device, our
-        abort would wait for the lock, and nothing would move in this process until torch's limit of time.
+        Ending one waits for the device and holds the driver's lock. If a member died now, our operation would keep the device
+        busy, our abort would wait for the lock, and this process would be blocked until torch's timeout.
         """
         wait_for_endings()
-        if abandoned():  # a member is dead, and nobody would abort the operation
+        if abandoned():  # a member is dead, and the operation would not be aborted
             self.discard(made)
-            raise GroupAborted("called off")
+            raise GroupAborted("cancelled")
         return self._launch(made)
 
     def _launch(self, made: Any) -> Any:
-        """Gives the communicator its first operation, on memory that is there: an allocation would wait for an abort."""
+        """Launches the communicator's first operation, on memory allocated before: an allocation would wait for an abort."""
         device, began = self.device or torch.device("cuda", 0), time.monotonic()
         with torch.cuda.device(device):
             if self._probe is None:
@@ -201,29 +197,30 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         log.debug("NCCL launched its first operation in %.0f ms", (time.monotonic() - began) * 1e3)
         return made
 
-    def _connect(self, meeting: GroupSpec) -> object:
-        """The first member that fails closes its connections, so that the others fail too instead of waiting for it."""
+    def _connect(self, spec: GroupSpec) -> object:
+        """Connects. The first member that fails closes its connections, so that the others fail too instead of waiting."""
         device = self.device or torch.device("cuda", 0)
-        limit_s = meeting.limit_s or self.timeout_s
-        wait_for_members(meeting, "here", limit_s)
+        limit_s = spec.limit_s or self.timeout_s
+        wait_for_members(spec, "here", limit_s)
         options = with_limit(dist.ProcessGroupNCCL.Options(), self.timeout_s)
-        options.global_ranks_in_group = list(meeting.global_ranks or range(meeting.world_size))
-        options.group_name = meeting.name or f"allranks_{meeting.number}"
+        options.global_ranks_in_group = list(spec.global_ranks or range(spec.world_size))
+        options.group_name = spec.name or f"allranks_{spec.number}"
         if hasattr(options, "config"):
             options.config.blocking = False  # a blocking communicator waits without a limit
-            if meeting.world_size == 1:
-                options.config.max_ctas = 1  # it moves nothing: 1 channel instead of 32, which take 390 MB
+            if spec.world_size == 1:
+                # it transfers nothing: 1 channel instead of 32, which take 390 MB
+                options.config.max_ctas = 1
         variables = {**_SURVIVE, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, int(limit_s)))}
         with torch.cuda.device(device), environment(variables):
             began = time.monotonic()
-            backend = dist.ProcessGroupNCCL(meeting.store, meeting.rank, meeting.world_size, options)
+            backend = dist.ProcessGroupNCCL(spec.store, spec.rank, spec.world_size, options)
             try:
                 backend.eager_connect_single_device(device)
             except RuntimeError:
                 self.discard(backend)
                 raise
         took_ms = (time.monotonic() - began) * 1e3
-        log.debug("NCCL communicator of %d made in %.0f ms", meeting.world_size, took_ms)
+        log.debug("NCCL communicator of %d made in %.0f ms", spec.world_size, took_ms)
         return backend
 
     def discard(self, backend: object) -> None:
@@ -237,14 +234,14 @@ class ProcessGroupNCCL(ReconfigurableGroup):
 
     def _start_revoking(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
         communicator, nccl = self._communicators.pop(id(backend), 0), find_revoking_nccl()
-        if not communicator or nccl is None or self._over:
+        if not communicator or nccl is None or self._closed:
             return None
         return start_attended("allranks-nccl-revoke", self._revoke, nccl, backend, communicator, gate)
 
     def _revoke(self, nccl: ctypes.CDLL, backend: object, communicator: int, gate: threading.Lock) -> None:
-        """Ends the kernels at once. What an abort does besides takes half a second, and then frees memory: that waits for the
-        device and keeps the driver's lock, so it comes when the next group works."""
-        with _not_taking(gate):
+        """Ends the kernels at once. The rest of an abort takes half a second and then frees memory, which waits for the device
+        and holds the driver's lock; it is done once the next group works."""
+        with _holding(gate):
             revoked = revoke(nccl, communicator)
         if not revoked:
             _start_ending("allranks-nccl-abort", _abort, backend, gate)
@@ -255,7 +252,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
 
 
 def find_revoking_nccl() -> ctypes.CDLL | None:
-    """NCCL as torch has loaded it; None when it cannot revoke: before 2.28, or linked into torch."""
+    """The NCCL library that torch has loaded; None if it cannot revoke: before 2.28, or linked into torch."""
     try:
         nccl = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
@@ -264,7 +261,7 @@ def find_revoking_nccl() -> ctypes.CDLL | None:
 
 
 def revoke(nccl: ctypes.CDLL, communicator: int) -> bool:
-    """Ends what runs in it; returns when nothing does. False: it cannot be revoked."""
+    """Ends a communicator's kernels and waits until none is running. False: it cannot be revoked."""
     began, pointer = time.monotonic(), ctypes.c_void_p(communicator)
     if nccl.ncclCommRevoke(pointer, 0) not in (_SUCCESS, _IN_PROGRESS):
         return False
@@ -276,26 +273,24 @@ def revoke(nccl: ctypes.CDLL, communicator: int) -> bool:
     return True
 
 
-def wait_for_members(meeting: GroupSpec, what: str, limit_s: float) -> None:
-    """Returns when all have come that far; ends at once when the group is called off.
+def wait_for_members(spec: GroupSpec, what: str, limit_s: float) -> None:
+    """Waits until all members have come that far; raises GroupAborted at once when abandoned.
 
-    NCCL itself waits for a member that died before it connected, and keeps a core busy, until torch's limit of time.
+    NCCL itself would wait for a member that died before it connected, and keep a core busy, until torch's timeout.
     """
-    meeting.store.set(f"{what}/{meeting.rank}", "1")
-    everybody = [f"{what}/{rank}" for rank in range(meeting.world_size)]
+    spec.store.set(f"{what}/{spec.rank}", "1")
+    everybody = [f"{what}/{rank}" for rank in range(spec.world_size)]
     deadline = time.monotonic() + limit_s
-    while not meeting.store.check(everybody):
+    while not spec.store.check(everybody):
         if abandoned() or time.monotonic() > deadline:
-            raise GroupAborted(
-                "called off" if abandoned() else f"not all members came within {limit_s:.0f} s"
-            )
+            raise GroupAborted("cancelled" if abandoned() else f"not all members came within {limit_s:.0f} s")
         time.sleep(_POLL_S)
     if abandoned():
-        raise GroupAborted("called off")
+        raise GroupAborted("cancelled")
 
 
 def wait_for_endings() -> None:
-    """Until no communicator of this process is being ended, but not for one that cannot end before the next one works."""
+    """Waits until no communicator of this process is being ended; at most `_ENDED_S`, since one may wait for the next."""
     deadline = time.monotonic() + _ENDED_S
     with _lock:
         ending = list(_ending)
@@ -313,9 +308,9 @@ def _start_ending(name: str, target: Callable[..., object], *args: object) -> th
 
 @contextlib.contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for a while; what the user has set is left alone.
+    """Sets variables temporarily; keeps those that the user has set.
 
-    Several threads at once: one that was abandoned must not take them away from the next.
+    Counts users, because an abandoned thread must not unset them for the next.
     """
     with _lock:
         for name, value in values.items():
@@ -335,7 +330,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _end(retired: list[tuple[Any, bool]]) -> None:
-    """Ends communicators in which nothing is in flight: half the time of an abort, and no peer is needed for it."""
+    """Ends idle communicators: takes half the time of an abort, and needs no peer."""
     began = time.monotonic()
     while retired:
         backend, revoked = retired.pop()
@@ -349,9 +344,9 @@ def _end(retired: list[tuple[Any, bool]]) -> None:
 
 
 @contextlib.contextmanager
-def _not_taking(gate: threading.Lock) -> Iterator[None]:
-    """Not while the backend takes an operation, which it does without its peers: torch would keep asking the dead
-    communicator whether it has been taken. Only a queue that is full would need the end to move on."""
+def _holding(gate: threading.Lock) -> Iterator[None]:
+    """Waits while the backend launches an operation, which needs no peers: otherwise torch would poll the dead communicator
+    until its timeout. Waits at most `_TAKEN_S`, because a launch into a full queue needs the abort."""
     taken = gate.acquire(timeout=_TAKEN_S)
     try:
         yield
@@ -361,8 +356,8 @@ def _not_taking(gate: threading.Lock) -> Iterator[None]:
 
 
 def _abort(backend: Any, gate: threading.Lock) -> None:
-    """NCCL's abort may take hundreds of milliseconds: never on the thread that listens to the lighthouse."""
-    with _not_taking(gate):
+    """Aborts a communicator, which may take hundreds of milliseconds: never call it on the client's thread."""
+    with _holding(gate):
         began = time.monotonic()
         try:
             backend.abort()

@@ -1,9 +1,8 @@
-"""Destroying process group backends without ever waiting for them.
+"""Destroys process group backends without waiting for them.
 
-A backend's destructor waits for its operations. gloo can miss that its sockets were shut, and an operation then
-stays until its timeout: the destructor must not run before its operations have ended. And it must not run on a
-thread that the interpreter kills at exit: C++ then terminates the process. At exit nothing is destroyed any more
-that could take time: such backends are kept, and end with the process.
+A backend's destructor waits for its operations. gloo can miss that its sockets were shut down, and an operation then lasts
+until its timeout, so the destructor must not run before its operations have ended. It must not run on a thread that the
+interpreter kills at exit either: C++ then terminates the process. At exit, slow backends are kept, and end with the process.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any
 
 from allranks.torch_private import compile_workers
 
-EXIT_S = 2.0  # the longest that the end of a process waits for teardowns
+EXIT_S = 2.0  # the exit of a process waits this long for teardowns
 _POLL_S = 0.02
-_PATIENCE_S = 120.0  # longer than any timeout of an operation that we know of
+_PATIENCE_S = 120.0  # longer than known timeouts of operations
 _exiting = threading.Event()
 _threads: set[threading.Thread] = set()
 _lock = threading.Lock()
@@ -32,22 +31,21 @@ def destroy_later(
     keep_at_exit: bool = False,
     abort: threading.Thread | None = None,
 ) -> None:
-    """Destroys a backend once its works have ended, in a thread of its own. Give no reference away.
+    """Destroys a backend once its works have ended, in its own thread. The caller must drop its references.
 
-    `keep_at_exit`: its destructor may take seconds; not while the process ends. `abort`: the thread that aborts it.
+    `keep_at_exit`: its destructor may take seconds, so it does not run at exit. `abort`: the thread that aborts it.
     """
     start_attended("allranks-teardown", _destroy, [backend], list(works), keep_at_exit, abort)
 
 
 def start_thread(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
-    """One that ends with the process."""
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     thread.start()
     return thread
 
 
 def start_attended(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
-    """Starts a thread that works on a backend; the end of the process waits for it a little (see `finish`)."""
+    """Starts a thread that works on a backend; the exit of the process waits for it (see `finish`)."""
     global _registered
     with _lock:
         _threads.difference_update([each for each in _threads if each.ident and not each.is_alive()])
@@ -60,9 +58,9 @@ def start_attended(name: str, target: Callable[..., object], *args: object) -> t
 
 
 def finish(limit_s: float = EXIT_S, for_good: bool = False) -> None:
-    """Waits for teardowns, at most `limit_s`: what does not end by then is kept until the process is gone.
+    """Waits at most `limit_s` for teardowns, and for those that they start. Waits for each once only.
 
-    And for those that these start. Each is waited for once: the next end need not.
+    A backend that is not destroyed by then is kept until the process ends.
     """
     _exiting.set()
     deadline = time.monotonic() + limit_s
@@ -81,7 +79,7 @@ def _take_threads() -> set[threading.Thread]:
 
 
 def end_compile_workers() -> None:
-    """The worker processes of torch.compile are asked to end, and not waited for: at exit torch would, for seconds."""
+    """Ends the worker processes of torch.compile, for which torch would wait for seconds at exit."""
     workers = compile_workers()
     if workers is None:
         return
@@ -98,10 +96,10 @@ def _destroy(
     last: list[object], works: list[object], keep_at_exit: bool, abort: threading.Thread | None
 ) -> None:
     deadline = time.monotonic() + _PATIENCE_S
-    time.sleep(_POLL_S)  # a call that is just entering the backend must not end up as its last owner
+    time.sleep(_POLL_S)  # a call that is just entering the backend must not become its last owner
 
     def over() -> bool:
-        # Not asked while NCCL aborts: a work may answer only when that is over, and keep the interpreter waiting.
+        # not while NCCL aborts: a work may answer only after the abort, and block the interpreter until then
         return not (abort is not None and abort.is_alive()) and all(ended(work) for work in works)
 
     while not (finished := over()) and time.monotonic() < deadline:
@@ -116,7 +114,7 @@ def _destroy(
 
 
 def ended(work: Any) -> bool:
-    """Whether an operation is over, well or badly."""
+    """Whether an operation has ended, with or without an error."""
     try:
         return bool(work.is_completed())
     except RuntimeError:

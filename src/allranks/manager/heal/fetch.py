@@ -1,8 +1,7 @@
-"""The receiving side of healing: takes one state from several sources at once, stripe by stripe.
+"""The receiving side of healing: fetches one state from several sources at once, stripe by stripe.
 
-Runs in a rank. One named thread per source takes stripes from a common list, so a fast source does more; a
-source that dies puts its stripe back for the others. `begin` may be called again with other sources after
-`finish`: what has arrived is kept as long as the wanted state is the same.
+Runs in a rank. One thread per source takes stripes from a common list, so a fast source does more; the stripe of a source
+that dies goes back to the list. After `finish`, `begin` may be called again with other sources: received stripes are kept.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from allranks.manager.plan import MAX_SOURCES, Lineage, Position
 
 log = logging.getLogger("allranks.manager")
 
-_CONNECTIONS = 6  # to the sources of a state that lies on a GPU
-_AHEAD = 2  # stripes asked for before the first has arrived
+_CONNECTIONS = 6  # to the sources of a state on a GPU
+_AHEAD = 2  # stripes requested at a time per connection
 _CONNECT_S = 10.0
-_DAMAGED = 3  # stripes that may arrive damaged from one source before it is given up
+_DAMAGED = 3  # damaged stripes from one source before it is abandoned
 _RETRY_S = 0.05
 
 
@@ -54,13 +53,13 @@ class HealSource:
 
 @dataclass(eq=False)
 class Fetch:
-    """One healing. `live` gives our tensors, into which the bytes go directly, or the like of them (`keep`)."""
+    """Fetches one state. `live` gives our own tensors, into which the bytes go directly, or new ones (`keep`)."""
 
     position: Position
     live: LiveState
     timeout_s: float = 60.0
-    keep: bool = False  # our state is worth something: it stays whole for as long as it can
-    #: waits until our own tensors may change, for as long as its argument says that this is wanted
+    keep: bool = False  # keep our own state complete for as long as possible
+    #: waits until our own tensors may change, while its argument returns True
     before_change: Callable[[Callable[[], bool]], None] = lambda wanted: None
     on_change: Callable[[], None] = lambda: None  # called before the first byte of our own tensors changes
     lineage: Lineage = ()  # of the wanted state
@@ -74,29 +73,29 @@ class Fetch:
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _sockets: set[socket.socket] = field(default_factory=set)
     _threads: list[threading.Thread] = field(default_factory=list)
-    _running: int = 0  # of them
-    _unanswered: int = 0  # of them: not sent a layout yet
-    _changed: bool = False  # bytes of our own tensors
-    _before: int = 0  # bytes that had arrived when it began
+    _running: int = 0  # threads
+    _unanswered: int = 0  # threads whose source has not sent a layout yet
+    _changed: bool = False  # bytes of our own tensors were replaced
+    _before: int = 0  # bytes received before `begin`
 
     @property
     def complete(self) -> bool:
-        """Every byte is here and checked."""
+        """Whether every byte has arrived and was checked."""
         return self._landing is not None and not self._left and self._flying == 0
 
     @property
     def begun(self) -> bool:
-        """Whether `finish` is still owed."""
+        """Whether `finish` must still be called."""
         return bool(self._threads)
 
     @property
-    def fruitless(self) -> bool:
-        """Whether nothing has arrived since it began."""
+    def received_nothing(self) -> bool:
+        """Whether no byte has arrived since `begin`."""
         return self.received_bytes == self._before
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was called off since it began."""
+        """Whether it was cancelled since `begin`."""
         return self._cancelled.is_set()
 
     @property
@@ -104,12 +103,12 @@ class Fetch:
         return self._landing.layout.total_bytes if self._landing else 0
 
     def run(self, sources: Sequence[HealSource]) -> None:
-        """Fetches what is missing; raises HealingFailed when these sources cannot provide it."""
+        """Fetches the missing bytes; raises HealingFailed when these sources cannot provide them."""
         self.begin(sources)
         self.finish()
 
     def begin(self, sources: Sequence[HealSource]) -> None:
-        """Starts to fetch what is missing."""
+        """Starts to fetch the missing bytes."""
         self._cancelled.clear()
         self.failures.clear()
         self._before = self.received_bytes
@@ -125,12 +124,12 @@ class Fetch:
             thread.start()
 
     def finish(self) -> None:
-        """Waits for what `begin` has started; raises HealingFailed when it did not bring everything."""
-        with self._lock:  # every thread has its own limits
+        """Waits for the threads that `begin` started; raises HealingFailed when bytes are missing."""
+        with self._lock:  # every thread has its own time limits
             self._lock.wait_for(lambda: self.complete or self.cancelled or self._running == 0)
         for thread in self._threads:
             while thread.is_alive():
-                self._cut()  # again and again: it may be just about to connect
+                self._cut()  # repeatedly: the thread may be about to connect
                 thread.join(0.02)
         self._threads = []
         if not self.complete:
@@ -142,7 +141,7 @@ class Fetch:
             )
 
     def cancel(self) -> None:
-        """Ends `finish` soon, from any thread; what has arrived is kept."""
+        """Ends `finish` soon, from any thread; received stripes are kept."""
         self._cancelled.set()
         self._cut()
 
@@ -206,14 +205,14 @@ class Fetch:
                 return
 
     def _hand_back(self, stripes: Sequence[tuple[HealSegment, ...]], landed: bool = False) -> None:
-        """Stripes that did not arrive are for the next thread that asks; one that has `landed` flies no more."""
+        """Returns stripes that did not arrive to the list; `landed`: one stripe has arrived."""
         with self._lock:
             self._left.extendleft(reversed(stripes))
             self._flying -= len(stripes) + landed
             self._lock.notify_all()
 
     def _socket(self, source: HealSource) -> socket.socket:
-        """Known to `cancel` before it connects: that can be ended too."""
+        """A socket that `cancel` can end, even while it connects."""
         family = socket.AF_INET6 if source.address.count(":") > 1 else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         with self._lock:
@@ -222,28 +221,27 @@ class Fetch:
 
     def _connect(self, sock: socket.socket, source: HealSource) -> None:
         if self._cancelled.is_set():
-            raise ChannelError("called off")
+            raise ChannelError("cancelled")
         tune_for_bulk(sock, min(self.timeout_s, _CONNECT_S))
         sock.connect(split_address(source.address))
         sock.settimeout(self.timeout_s)
 
     def _agree_on_layout(self, sock: socket.socket) -> None:
-        """The first source's layout counts; one that describes another state is not used."""
+        """Takes the first source's layout; raises if this source has another one."""
         term, step = self.position
         send_json(sock, {"want": "layout", "term": term, "step": step, "wait_s": self.timeout_s / 2})
         layout = StateLayout.from_json(_receive_ok(sock))
         with self._lock:
             if self._landing is None:
                 landing = self.live.landing(layout, self.keep)
-                # In this order: `complete` is asked without the lock.
+                # in this order: `complete` is read without the lock
                 self._left.extend(stripes(layout))
                 self._landing = landing
             elif self._landing.layout.notes != layout.notes:
                 raise ChannelError("this source holds other tensors than the first one")
 
     def _announce_change(self) -> None:
-        """Before bytes go into our own tensors. One of a state that is worth something is changed only when all sources
-        have answered."""
+        """Called before bytes go into our own tensors; with `keep`, waits until all sources have answered."""
         if self._landing is None or self._landing.apart or self._changed:
             return
         self.before_change(lambda: not self.cancelled)
@@ -262,7 +260,7 @@ class Fetch:
             return self._left.popleft()
 
     def _finished(self) -> bool:
-        """Nothing is left for this thread; waits while another source may still fail and hand back its stripe."""
+        """Whether no stripe is left; waits while another source may still fail and return its stripe."""
         with self._lock:
             self._lock.wait_for(
                 lambda: bool(self._left) or self._flying == 0 or self._cancelled.is_set(), self.timeout_s
@@ -275,7 +273,7 @@ class Fetch:
         send_json(sock, {"want": "stripe", "term": term, "step": step, "segments": segments})
 
     def _receive(self, sock: socket.socket, stripe: tuple[HealSegment, ...], staging: Staging) -> bool:
-        """Takes one stripe to where it belongs; False when its checksum is wrong."""
+        """Receives one stripe into its tensors; False when its checksum is wrong."""
         assert self._landing is not None
         hasher = new_hasher(str(_receive_ok(sock)["algorithm"]))
         read_into(sock, self._landing.views(stripe, staging), hasher)
@@ -297,14 +295,14 @@ def _receive_ok(sock: socket.socket) -> JsonObject:
 
 
 def _connections(sources: Sequence[HealSource]) -> Sequence[HealSource]:
-    """One per source; to those of a GPU several, for each connection copies and sends in turn."""
+    """One connection per source; several for states on a GPU, because a connection alternately copies and sends."""
     if not sources or not torch.cuda.is_initialized():
         return sources
     return [sources[turn % len(sources)] for turn in range(max(_CONNECTIONS, len(sources)))]
 
 
 def report_fetched(source: HealSource, healer: int, limit_s: float, wanted: Callable[[], bool]) -> None:
-    """Tells a source that replica `healer` of its key's quorum needs nothing more from it; tries again as long as `wanted`."""
+    """Notifies a source that replica `healer` of its key's quorum has fetched its state; retries while `wanted`."""
     address, deadline = split_address(source.address), time.monotonic() + limit_s
     while wanted() and time.monotonic() < deadline:
         try:

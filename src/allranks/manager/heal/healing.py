@@ -1,7 +1,7 @@
-"""The state on its way, at both ends: fetched for the group that wants it, offered to members that need ours, loaded
-into the user's objects.
+"""Healing at both ends: fetches the state that a group needs, offers ours to other members, and loads a fetched one into
+the user's objects.
 
-Runs in a rank, on the regrouping thread; `make_offer_if_due` and what loads a state are called by the training thread.
+Runs in a rank, on the regrouping thread; the training thread calls `make_offer_if_due` and `load`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from allranks.manager.training import TrainingState
 
 log = logging.getLogger("allranks.manager")
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _HEAL_TRIES = 10
-_FRUITLESS_TRIES = 3
+_EMPTY_TRIES = 3
 
 
 @dataclass(eq=False)
 class Healing:
-    """`fetch` is the state that is on its way to us, or has arrived and is not loaded yet."""
+    """`fetch` is the state being fetched, or fetched and not loaded yet."""
 
     options: ManagerOptions
     training: TrainingState
@@ -46,43 +46,43 @@ class Healing:
     live: LiveState
     registered: RegisteredState
     sums: StateSums
-    inside: ReplicaRendezvous
+    rendezvous: ReplicaRendezvous
     reach: Reachability = field(default_factory=Reachability)
     fetch: Fetch | None = None
     _offer_due: Generation | None = None
-    _failures: int = 0  # since we were healed last
+    _failures: int = 0  # since the last success
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     # ---- to us ----
 
     def fetched_for(self, generation: Generation) -> Fetch | None:
-        """The state that this group wants, once all of it is here."""
+        """The state that this group needs, once it has arrived completely."""
         fetch, top = self.fetch, generation.plan.top
         return fetch if fetch and fetch.position == top == self.training.held.arrived else None
 
     def prepare_fetch(self, plan: QuorumPlan) -> Fetch:
         if self.fetch is None or self.fetch.position != plan.top:
             self.training.arrived(NOWHERE)
-            keep = self.training.held.precious
+            keep = self.training.held.worth_keeping
             limit_s, tear = self.options.timeout_s, self.training.tear
             self.fetch = Fetch(plan.top, self.live, limit_s, keep, self._wait_until_read, tear, plan.lineage)
         return self.fetch
 
     def _wait_until_read(self, wanted: Callable[[], bool]) -> None:
-        """Until our bytes may be replaced: what the script does with them after its step is done, and copies of them are."""
+        """Waits until our bytes may be replaced: the script has opened its next step, and copies of the state are done."""
         deadline = time.monotonic() + self.options.timeout_s
         while wanted() and time.monotonic() < deadline:
-            if self.training.wait_until_opened(wanted, _LOOK_S):
+            if self.training.wait_until_opened(wanted, _POLL_S):
                 break
         finish_copies()
 
     def begin(self, fetch: Fetch, generation: Generation) -> None:
-        """Starts to fetch, unless everything is here or on its way already."""
+        """Starts to fetch, unless it is complete or has begun."""
         if not fetch.complete and not fetch.begun:
             fetch.begin(self._sources(generation))
 
     def pause(self) -> None:
-        """The group did not come about, or is gone: nothing more may land in our state until the next one."""
+        """The group failed or is gone: stops writing into our state until the next one."""
         fetch = self.fetch
         if fetch is not None:
             fetch.cancel()
@@ -91,21 +91,21 @@ class Healing:
                 self._arrived(fetch)
 
     def _arrived(self, fetch: Fetch) -> None:
-        """All of a state is here; the training thread may load it, also in the next group."""
+        """A state has arrived completely; the training thread may load it, also in the next group."""
         with self.training.changed:
-            if self.fetch is fetch:  # else it is loaded
+            if self.fetch is fetch:  # else it is loaded already
                 self.training.arrived(fetch.position, fetch.lineage)
 
     def take_state(self, generation: Generation) -> None:
         """Fetches the state if we must heal; the training thread will load it."""
-        with self.training.changed:  # it may be loading what came for the group before, and then let go of it
+        with self.training.changed:  # the training thread may be loading the state of the previous group
             wanted = generation.usable and not generation.loaded
             fetch = self.prepare_fetch(generation.plan) if wanted else None
         if fetch is None:
             self.pause()
             with self.training.changed:
                 if generation.usable and generation.loaded:
-                    self.fetch = None  # nobody wants it any more: its memory is free
+                    self.fetch = None  # no longer needed: frees its memory
                     self.training.arrived(NOWHERE)
         if generation.heals and (generation.loaded if fetch is None else self._heal(generation, fetch)):
             self._end_transfer(generation)
@@ -115,7 +115,7 @@ class Healing:
             self.begin(fetch, generation)
             fetch.finish()
         except HealingFailed as error:
-            if not fetch.cancelled:  # one that was called off proves nothing
+            if not fetch.cancelled:  # a cancelled fetch says nothing about its sources
                 self._failures += 1
                 members = generation.quorum.members
                 self.reach.note_not_served(
@@ -123,7 +123,7 @@ class Healing:
                 )
             if self.training.break_group(generation, f"healing failed: {error}"):
                 log.warning("%s", error)
-            if self._failures >= (_FRUITLESS_TRIES if fetch.fruitless else _HEAL_TRIES):
+            if self._failures >= (_EMPTY_TRIES if fetch.received_nothing else _HEAL_TRIES):
                 self.training.finish_regrouping(error)
             return False
         self._failures = 0
@@ -135,7 +135,7 @@ class Healing:
         return True
 
     def _end_transfer(self, generation: Generation) -> None:
-        """Our state is here: we and those who gave it may launch collectives again. Touches no device."""
+        """Our state has arrived: this rank and its sources may launch collectives again. Uses no device."""
         order, index, limit_s = generation.quorum.order, generation.index, self.options.timeout_s
         for source in self._sources(generation):
             args = (source, index, limit_s, lambda: generation.usable)
@@ -152,21 +152,21 @@ class Healing:
         return found
 
     def cancel(self) -> None:
-        """Nothing waits for the state any longer; what has arrived is kept."""
+        """Ends the fetch; received bytes are kept."""
         if self.fetch is not None:
             self.fetch.cancel()
 
     # ---- from us ----
 
     def make_offer_if_due(self) -> None:
-        """Offers the state once nothing changes it any more; called by the training thread after a roll forward."""
+        """Offers the state after a roll forward; called by the training thread when the state is stable."""
         with self._guard:
             generation, self._offer_due = self._offer_due, None
         if generation is not None and generation.usable:
             self.server.offer(self.live.offer(generation.plan.top), generation.quorum.order)
 
     def offer(self, generation: Generation, later: bool) -> None:
-        """Makes our state fetchable once it is whole: in the next step, or when a roll forward has been applied too."""
+        """Makes our state fetchable in the next step, or, if `later`, after a roll forward was applied."""
         if later:
             with self._guard:
                 self._offer_due = generation
@@ -186,7 +186,7 @@ class Healing:
             self.training.times.mark("state offered")
 
     def needs_nothing(self) -> None:
-        """This group gave us no state to fetch: earlier failures do not count any more."""
+        """This group needs no healing: forgets earlier failures."""
         self._failures = 0
         self.reach.served()
 
@@ -209,7 +209,7 @@ class Healing:
         self.registered.load(state["user"])
         with self.training.changed:
             if self.fetch is not fetch:
-                return False  # the next group wants another state, which is landing already
+                return False  # the next group needs another state, which is being fetched already
             self.training.batches = int(state["manager"]["batches_committed"])
             self.training.healed(generation, fetch.position)
             self.fetch = None
@@ -218,7 +218,7 @@ class Healing:
         return True
 
     def _wait_for_state(self, generation: Generation) -> Fetch | None:
-        """The state that this group wants, once all ranks of this replica have theirs; None when it must not be loaded."""
+        """Waits for the state that this group needs on all ranks of this replica; None when it must not be loaded."""
         limit_s = self.options.timeout_s
         deadline = time.monotonic() + limit_s
         with self.training.changed:
@@ -228,12 +228,12 @@ class Healing:
             arrived = self.fetched_for(generation) is not None
 
         def waiting() -> bool:
-            if self.inside.others_ask():
+            if self.rendezvous.others_request():
                 self.training.want("another rank of this replica requests a quorum")
             return self._may_load(generation) and time.monotonic() < deadline
 
-        if arrived and generation.heals:  # else all ranks hold it already, or have received it before
-            arrived = self.inside.wait_until_all_arrived(generation.quorum.order, waiting)
+        if arrived and generation.heals:  # else all ranks hold or have received it already
+            arrived = self.rendezvous.wait_until_all_arrived(generation.quorum.order, waiting)
         with self.training.changed:
             if arrived and self._may_load(generation):
                 return self.fetched_for(generation)
@@ -242,12 +242,12 @@ class Healing:
         return None
 
     def _may_load(self, generation: Generation) -> bool:
-        """Whether what we claimed of our state stays true if it is replaced now: not while a quorum is requested."""
+        """Whether our claim stays true if the state is replaced now: not while a quorum is requested."""
         current = generation is self.training.generation and generation.usable
         return current and not self.training.regrouping
 
     def _keep_dropped_state(self) -> None:
-        """Another state replaces ours, and no other replica holds its last steps: saved, if the script saves checkpoints."""
+        """Saves our state before it is replaced, because no other replica holds its last steps; if checkpoints are in use."""
         try:
             saved = save_last_steps()
         except (AllranksError, RuntimeError, OSError) as error:

@@ -1,6 +1,7 @@
-"""The source side of healing: a small server in every rank that streams the offered state to members.
+"""The source side of healing: a small server in every rank that sends the offered state to members.
 
-Runs in a rank. Which processes may connect, and how many may try without authentication, is decided in channel/server.py. Bytes go from the training tensors to the socket; nothing is copied on the way but what lies on a device.
+Runs in a rank. channel/server.py authenticates clients and limits connections. Bytes go from the training tensors to the
+socket without a copy, except from a device.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ class HealServer:
     timeout_s: float = 60.0
     address: str = ""  # host:port once started
     sent_bytes: int = 0
-    on_ballot: Callable[[str, int, socket.socket], None] | None = None  # takes a voter's connection over
-    on_fetched: Callable[[tuple[int, int], int], None] | None = None  # a healing replica has all it needs
+    on_voter: Callable[[str, int, socket.socket], None] | None = None  # takes a voter's connection over
+    # a healing replica has fetched its state
+    on_fetched: Callable[[tuple[int, int], int], None] | None = None
     _offer: Offer | None = None
-    _quorum: tuple[int, int] = (0, 0)  # in which it was offered
+    _quorum: tuple[int, int] = (0, 0)  # of the offer
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _members: MemberServer | None = None
 
@@ -58,18 +60,18 @@ class HealServer:
         return self
 
     def offer(self, offer: Offer, quorum: tuple[int, int] = (0, 0)) -> None:
-        """From now on members of this quorum, or of a later one that we have yet to hear of, may fetch this state."""
+        """Lets members of this quorum, or of a later one that we do not know yet, fetch this state."""
         with self._changed:
             self._offer, self._quorum = offer, quorum
             self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """The state is about to change: nothing of it is sent any more."""
+        """Ends the offer, because the state is about to change."""
         with self._changed:
             self._offer = None
 
     def close(self) -> None:
-        """Stops listening, cuts every connection, waits for the threads."""
+        """Stops listening, ends all connections, waits for the threads."""
         members, self._members = self._members, None
         with self._changed:
             self._changed.notify_all()
@@ -91,12 +93,12 @@ class HealServer:
                 log.debug("sent %.1f MB of the state in %.0f ms, %.0f of them copying", sent, took, copying)
 
     def _hand_over(self, connection: socket.socket, request: JsonObject, purpose: str) -> None:
-        """A voter calls: its connection is not ours any more."""
+        """Passes a voter's connection on."""
         name, place = str(request["name"]), int(request["place"])
-        if self.on_ballot is None or purpose != f"quorum {name}":
+        if self.on_voter is None or purpose != f"quorum {name}":
             raise ChannelError("no votes here")
         send_json(connection, {"ok": True})
-        self.on_ballot(name, place, socket.socket(fileno=connection.detach()))
+        self.on_voter(name, place, socket.socket(fileno=connection.detach()))
 
     def _answer(
         self, connection: socket.socket, request: JsonObject, quorum: tuple[int, int], staging: Staging
@@ -127,11 +129,11 @@ class HealServer:
         self.sent_bytes += sent
         staging.moved_bytes += sent
         if self._offer is not offer:
-            raise ChannelError("withdrawn")  # some of it may be of the next state: it is not vouched for
+            raise ChannelError("withdrawn")  # some bytes may be of the next state: sends no checksum
         send_checksum(connection, hasher)
 
     def _wait_for(self, position: Position, quorum: tuple[int, int], wait_s: float) -> Offer | None:
-        """What is offered at this position to holders of this quorum's key."""
+        """Waits for an offer of this position to members of this quorum."""
         deadline = time.monotonic() + min(wait_s, self.timeout_s)
         with self._changed:
             while self._offer is None or self._offer.position != position or quorum < self._quorum:
@@ -143,6 +145,6 @@ class HealServer:
 
 
 def _quorum_of(purpose: str) -> tuple[int, int]:
-    """(epoch, number) of the quorum that a key is for; one of the ranks inside a replica is for none."""
+    """(epoch, number) of a key's quorum; (-1, -1) for the key of a replica's own ranks."""
     found = re.fullmatch(r"quorum (\d+)\.(\d+)", purpose)
     return (int(found[1]), int(found[2])) if found else (-1, -1)

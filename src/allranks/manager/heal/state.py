@@ -1,8 +1,7 @@
-"""A rank's live state as bytes on the way: which tensors there are, and where their bytes lie.
+"""A rank's live state for transfer: its tensors, and where their bytes are.
 
-Nothing is copied here but what may change under our hands (buffers of the wrapped modules, and all small tensors:
-they may be counters) and what has no contiguous CPU bytes; the rest is read from, or received into, the tensors
-that train.
+Bytes are read from, or received into, the training tensors. Copied are only tensors that may change meanwhile (buffers of
+the wrapped modules, and all small tensors, which may be counters) and tensors without contiguous CPU bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from allranks.channel.keys import ChannelError
 from allranks.checkpoint.tensors import flatten, memory_of, unflatten
 from allranks.manager.plan import Position
 
-#: Tensors up to this size are copied when they are offered: forward may change them (buffers, counters).
+#: Tensors up to this size are copied when offered: a forward may change them (buffers, counters).
 SMALL_BYTES = 64 << 10
 STRIPE_BYTES = 4 << 20
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: asking a tensor for a missing attribute is slow
@@ -29,11 +28,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: asking a tensor fo
 
 @dataclass(eq=False)
 class Staging:
-    """Host memory for bytes on the way from or to a device: one per connection, reused from stripe to stripe.
+    """Host memory for bytes from or to a device: one per connection, reused for each stripe. Not thread-safe.
 
-    Copies go over a stream of our own, so that they do not queue up behind the forward and backward that the training
-    thread has already given to the device; `fetch` and `store` return only when the copy is done, so nobody else has to
-    know of that stream. Not for several threads at once. What `fetch` or `room` gave is overwritten by the next call.
+    Copies use their own stream, so that they do not wait for the forward and backward already launched by the training
+    thread; `fetch` and `store` return when the copy is done. The next call overwrites the memory of `fetch` or `room`.
     """
 
     copying_s: float = 0.0  # spent in copies from or to a device
@@ -44,18 +42,18 @@ class Staging:
     def fetch(self, source: torch.Tensor) -> memoryview:
         """The bytes of a flat uint8 tensor of a device."""
         host = self._host(source.numel())
-        with self._beside(source.device):
+        with self._on_side_stream(source.device):
             host.copy_(source, non_blocking=True)
         return memory_of(host)
 
     def room(self, length: int) -> memoryview:
-        """Where bytes for a device may be received, before they are checked and stored."""
+        """Memory for bytes to be received, before they are checked and stored."""
         return memory_of(self._host(length))
 
     def store(self, offset: int, target: torch.Tensor) -> None:
-        """Brings received bytes, from `offset` of the room on, into a flat uint8 tensor of a device."""
+        """Copies received bytes, from `offset` on, into a flat uint8 tensor of a device."""
         if self._memory is not None and target.numel():
-            with self._beside(target.device):
+            with self._on_side_stream(target.device):
                 target.copy_(self._memory[offset : offset + target.numel()], non_blocking=True)
 
     def _host(self, length: int) -> torch.Tensor:
@@ -64,16 +62,16 @@ class Staging:
         return self._memory[:length]
 
     @contextlib.contextmanager
-    def _beside(self, device: torch.device) -> Iterator[None]:
+    def _on_side_stream(self, device: torch.device) -> Iterator[None]:
         began = time.monotonic()
-        with stream_beside(device, self._streams):
+        with side_stream(device, self._streams):
             yield
         self.copying_s += time.monotonic() - began
 
 
 @contextlib.contextmanager
-def stream_beside(device: torch.device, streams: dict[torch.device, torch.cuda.Stream]) -> Iterator[None]:
-    """Inside, work for a GPU queues up on a stream of `streams`; when it is left, that work is done. A CPU needs none."""
+def side_stream(device: torch.device, streams: dict[torch.device, torch.cuda.Stream]) -> Iterator[None]:
+    """Runs GPU work on a stream of `streams`, and waits for it at the end. Does nothing for a CPU."""
     if device.type != "cuda":
         yield
         return
@@ -95,20 +93,20 @@ class HealSegment:
 
 @dataclass(frozen=True)
 class LiveState:
-    """How the state of a rank is got at, from any thread, while nothing changes it."""
+    """Access to the state of a rank, from any thread, while it is stable."""
 
     read: Callable[[], object]
     moving: Callable[[], frozenset[int]] = frozenset  # addresses of tensors that a forward may change
-    volatile: Callable[[], bool] = bool  # whether all of it may change between commits
+    volatile: Callable[[], bool] = bool  # whether the whole state may change between commits
 
     def offer(self, position: Position) -> Offer:
-        """Makes it fetchable as it stands now."""
+        """An offer of the current state."""
         return make_offer(position, self.read(), self.volatile(), self.moving())
 
     def landing(self, layout: StateLayout, keep: bool = False) -> Landing:
-        """Memory for a state that is fetched: our own tensors, but for those that a forward may be changing.
+        """Memory for a fetched state: our own tensors, except those that a forward may be changing.
 
-        `keep`: new memory, so that our state stays whole until all of the other is here; our own where there is too little.
+        `keep`: new memory, so that our state stays complete until the other has arrived; our own if memory is short.
         """
         own, moving = flatten(self.read()).tensors, self.moving()
         apart = keep and has_room(_needs(layout, own))
@@ -119,7 +117,7 @@ class LiveState:
 
 @dataclass(frozen=True)
 class TensorNote:
-    """One tensor of the layout. `whole` is the global shape of a sharded (DTensor) one, else empty."""
+    """One tensor of the layout. `whole` is the global shape of a DTensor, else empty."""
 
     name: str
     dtype: str
@@ -130,7 +128,7 @@ class TensorNote:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What a source offers: the skeleton (JSON) and its tensors, in order."""
+    """The layout of an offer: the skeleton (JSON) and its tensors, in order."""
 
     skeleton: object
     notes: tuple[TensorNote, ...]
@@ -140,7 +138,6 @@ class StateLayout:
         return sum(note.nbytes for note in self.notes)
 
     def to_json(self) -> dict[str, object]:
-        """For the wire."""
         return {
             "skeleton": self.skeleton,
             "notes": [[n.name, n.dtype, list(n.shape), n.nbytes, list(n.whole)] for n in self.notes],
@@ -148,7 +145,7 @@ class StateLayout:
 
     @staticmethod
     def from_json(raw: Mapping[str, Any]) -> StateLayout:
-        """From the wire; the sizes are checked against shapes before anything is allocated."""
+        """From a JSON object; checks sizes against shapes before memory is allocated."""
         notes = []
         for name, dtype, shape, nbytes, whole in raw["notes"]:
             note = TensorNote(str(name), str(dtype), tuple(shape), int(nbytes), tuple(whole))
@@ -161,14 +158,14 @@ class StateLayout:
 
 @dataclass(frozen=True)
 class Offer:
-    """A state that may be fetched: valid until the rank commits its next step."""
+    """A state that may be fetched, until the rank commits its next step."""
 
     position: Position
     layout: StateLayout
     tensors: tuple[torch.Tensor, ...]
 
     def read(self, segments: Sequence[HealSegment], staging: Staging) -> Iterator[memoryview]:
-        """The bytes of the segments, one after the other; each valid until the next is asked for."""
+        """The bytes of the segments, one after the other; each is valid until the next one."""
         for segment in segments:
             tensor = self.tensors[segment.tensor]
             end = segment.offset + segment.length
@@ -183,7 +180,7 @@ class Offer:
 def make_offer(
     position: Position, state: object, copy: bool = False, moving: frozenset[int] = frozenset()
 ) -> Offer:
-    """Makes a state fetchable. `copy` takes a whole copy: for states that change before the next commit."""
+    """An offer of a state. `copy` copies all of it, for a state that changes before the next commit."""
     flat = flatten(state)
     notes, tensors = [], []
     streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -191,12 +188,12 @@ def make_offer(
         local = local_of(tensor)
         whole = tuple(tensor.shape) if local is not tensor else ()
         nbytes = local.numel() * local.element_size()
-        # Not queued up behind the forward and backward that the training thread has given to the device.
-        if nbytes <= SMALL_BYTES:  # to the host: copies on the device would have to be kept from being freed
-            with stream_beside(local.device, streams):
+        # on a separate stream, not behind the forward and backward already launched
+        if nbytes <= SMALL_BYTES:  # to the host: the allocator might reuse a copy on the device
+            with side_stream(local.device, streams):
                 local = local.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         elif copy or not local.is_contiguous() or local.data_ptr() in moving:
-            with stream_beside(local.device, streams):
+            with side_stream(local.device, streams):
                 local = local.detach().clone(memory_format=torch.contiguous_format)
         notes.append(
             TensorNote(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), nbytes, whole)
@@ -207,15 +204,15 @@ def make_offer(
 
 @dataclass(frozen=True)
 class Landing:
-    """Where a fetched state goes: into our own tensors where they fit, else into new ones."""
+    """The memory of a fetched state: our own tensors where they fit, else new ones."""
 
     layout: StateLayout
-    values: dict[str, torch.Tensor]  # what load_state_dict will see
+    values: dict[str, torch.Tensor]  # for load_state_dict
     locals: tuple[torch.Tensor, ...]  # contiguous memory in layout order
     apart: bool = False  # none of it is our own
 
     def views(self, segments: Sequence[HealSegment], staging: Staging) -> list[memoryview]:
-        """Writable bytes: the tensors' own on the CPU, room beside a device for its tensors (see `settle`)."""
+        """Writable memory: the tensors themselves on the CPU, staging memory for a device (see `settle`)."""
         room, used, found = self._room(segments, staging), 0, []
         for segment in segments:
             local = self.locals[segment.tensor]
@@ -227,7 +224,7 @@ class Landing:
         return found
 
     def settle(self, segments: Sequence[HealSegment], staging: Staging) -> None:
-        """Brings checked bytes onto their device. Nothing to do on the CPU: they are there already."""
+        """Copies checked bytes to their device. Nothing to do on the CPU."""
         used = 0
         for segment in segments:
             local = self.locals[segment.tensor]
@@ -246,7 +243,7 @@ class Landing:
 
 
 def stripes(layout: StateLayout, size: int = STRIPE_BYTES) -> list[tuple[HealSegment, ...]]:
-    """Cuts a layout into pieces of about `size` bytes; small tensors share one, large ones span several."""
+    """Cuts a layout into stripes of `size` bytes; small tensors share one, large ones span several."""
     found: list[tuple[HealSegment, ...]] = []
     current: list[HealSegment] = []
     room = size
@@ -265,7 +262,7 @@ def stripes(layout: StateLayout, size: int = STRIPE_BYTES) -> list[tuple[HealSeg
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that lies in this rank; a plain tensor itself."""
+    """The local shard of a DTensor; a plain tensor itself."""
     if type(tensor) in _PLAIN:
         return tensor
     inner = getattr(tensor, "_local_tensor", None)
@@ -280,7 +277,7 @@ def _place(
     if mine is not None:
         local = local_of(mine)
         fits = local.dtype == dtype and tuple(local.shape) == note.shape and local.is_contiguous()
-        # A forward may be changing it: then load_state_dict will bring it in.
+        # a forward may be changing it: then load_state_dict copies it
         moves = local.data_ptr() in moving or (note.nbytes <= SMALL_BYTES and not note.whole)
         if not apart and fits and not moves and (local is not mine) == bool(note.whole):
             return mine, local.detach()
@@ -290,7 +287,7 @@ def _place(
 
 
 def _needs(layout: StateLayout, own: Mapping[str, torch.Tensor]) -> dict[torch.device, int]:
-    """Bytes of a second copy, by device."""
+    """Bytes of a second copy, per device."""
     needs: dict[torch.device, int] = {}
     for note in layout.notes:
         device = local_of(own[note.name]).device if note.name in own else torch.device("cpu")
@@ -299,7 +296,7 @@ def _needs(layout: StateLayout, own: Mapping[str, torch.Tensor]) -> dict[torch.d
 
 
 def _sharded_like(local: torch.Tensor, note: TensorNote, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Wraps a new local shard (optimizer state) as our own DTensor of the same shape is wrapped."""
+    """Wraps a new local shard (optimizer state) like our own DTensor of the same shape."""
     for mine in own.values():
         shard = local_of(mine)
         if shard is not mine and tuple(mine.shape) == note.whole and shard.shape == local.shape:
@@ -316,7 +313,7 @@ def _sharded_like(local: torch.Tensor, note: TensorNote, own: Mapping[str, torch
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    # .data: receiving must not look like an in-place change to autograd while a backward still runs
+    # .data: autograd must not see an in-place change while a backward runs
     return tensor.data.reshape(-1).view(torch.uint8)
 
 
@@ -328,16 +325,16 @@ def _dtype(name: str) -> torch.dtype:
 
 
 _CGROUP = Path("/sys/fs/cgroup")
-_SHARE = 0.8  # of the free memory that a copy may take
+_SHARE = 0.8  # of the free memory for a copy
 
 
 def has_room(needs: dict[torch.device, int]) -> bool:
-    """Whether so many bytes are free on each device."""
+    """Whether this many bytes are free on each device."""
     return all(size <= _SHARE * free_bytes(device) for device, size in needs.items())
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of the device, or of this machine and its container; 0 where that is not known."""
+    """Free bytes of a device, or of this machine and its container; 0 when not known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
@@ -353,5 +350,5 @@ def _left_in_container() -> int:
     try:
         limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         return int(limit) - int(used)
-    except (OSError, ValueError):  # another version of cgroups, or "max": no limit
+    except (OSError, ValueError):  # cgroups v1, or "max": no limit
         return 1 << 62
