@@ -1,34 +1,33 @@
-"""The exceptions of allranks. Every one says what happened with the values, and carries a hint.
+"""The exceptions of allranks. Each has a message with the relevant values, and a hint.
 
-AllranksError                  anything we raise on purpose; `.hint` says what to do
-├── MissingExtra               an optional dependency is not installed; names the pip command
-├── InputError                 the user gave something unreadable (file, flag, plan)
-│   └── ConfigurationError     a job configuration does not hold together
-├── LighthouseError            talking to the lighthouse
-│   ├── LighthouseUnreachable  nobody answers at any of its addresses
-│   ├── LighthouseRefused      it said no: `.code` is token, version, superseded, full, draining ...
-│   │   └── ReplicaEvicted     this replica was thrown out and not let in again
-│   └── QuorumTimeout          no quorum in time; `.missing` names who we waited for
-├── EtcdError                  no member of etcd gave a useful answer
-├── CheckpointError            a checkpoint could not be saved, found or trusted; knows tier and path
+AllranksError                  base class; `.hint` says what to do
+├── MissingExtra               an optional dependency is not installed
+├── InputError                 invalid input of the user (file, flag, plan)
+│   └── ConfigurationError     an invalid configuration
+├── LighthouseError            communication with the lighthouse failed
+│   ├── LighthouseUnreachable  no response from any of its addresses
+│   ├── LighthouseRefused      it refused a request: `.code` is token, version, superseded, full, draining ...
+│   │   └── ReplicaEvicted     this replica was evicted and not readmitted
+│   └── QuorumTimeout          no quorum in time; `.missing` are the missing replicas
+├── EtcdError                  no usable response from etcd
+├── CheckpointError            an operation on a checkpoint failed; has tier and path
 │   ├── CheckpointSaveError    a save failed; training continues unless the policy is "fail"
-│   ├── CheckpointLoadError    no (or not this) checkpoint could be loaded
-│   │   └── CheckpointUnreachable  a store that may hold something newer did not answer
-│   ├── CheckpointValidationError  what was read is not what was wanted; names the keys
-│   │   └── CheckpointDamaged  bytes differ from what was written: belongs into quarantine
-│   └── MemoryLimitExceeded    a snapshot does not fit into its memory bound
-├── ManagerError               training together failed in this rank
-│   ├── GroupAborted           a process group was taken down on purpose while somebody used it
-│   ├── StateLost              all holders of the state are gone, and it must not start over
-│   ├── StateDiffers           replicas hold different parameters or optimizer state
-│   ├── HealingFailed          no peer could hand over the live state; knows how much had arrived
-│   └── RetriesExhausted       too many steps in a row were not committed
-│                              (TrainingFinished is not an error but a SystemExit with code 0: this replica came too late)
-├── DistributedSetupError      the process group could not be set up; names the missing variables (RuntimeError)
-├── TopologyChangeError        a change of the world is refused or failed; knows both sizes
-├── DataLoadingError           training data or its index cannot be read; knows the file
-├── NotRecording               a dump was asked of a process that records nothing
-└── (each area adds its own branch below, in this file)
+│   ├── CheckpointLoadError    no checkpoint, or not the requested one, could be loaded
+│   │   └── CheckpointUnreachable  a store that may hold a newer checkpoint did not respond
+│   ├── CheckpointValidationError  a checkpoint does not match; has the keys
+│   │   └── CheckpointDamaged  bytes differ from what was written: move it to quarantine
+│   └── MemoryLimitExceeded    a snapshot exceeds its memory limit
+├── ManagerError               fault-tolerant training failed in this rank
+│   ├── GroupAborted           a process group was aborted on purpose while in use
+│   ├── StateLost              all replicas with the state are gone, and training must not start over
+│   ├── StateDiffers           replicas have different parameters or optimizer state
+│   ├── HealingFailed          no peer could transfer the live state; has the number of received bytes
+│   └── RetriesExhausted       too many consecutive steps were not committed
+│                              (TrainingFinished is a SystemExit with code 0: this replica came too late)
+├── DistributedSetupError      the process group could not be set up; has the missing variables (RuntimeError)
+├── TopologyChangeError        a change of the world size failed; has both sizes
+├── DataLoadingError           training data or its index cannot be read; has the file
+└── NotRecording               a dump was requested, but this process is not recording
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from types import ModuleType
 
 
 class AllranksError(Exception):
-    """Base of all errors raised on purpose. `hint` is one or more lines that say what to do."""
+    """Base class of all errors. `hint` is one or more lines with advice."""
 
     hint: str = ""
 
@@ -47,7 +46,7 @@ class AllranksError(Exception):
         super().__init__(message)
         if hint:
             self.hint = hint
-        if self.hint and hasattr(self, "add_note"):  # Python 3.11: a traceback shows it under the message
+        if self.hint and hasattr(self, "add_note"):  # Python 3.11: tracebacks show notes
             self.add_note(self.hint)
 
 
@@ -61,11 +60,11 @@ class MissingExtra(AllranksError):
 
 
 class InputError(AllranksError):
-    """What the user gave cannot be read or used."""
+    """Invalid input of the user."""
 
 
 class ConfigurationError(InputError):
-    """A configuration value is wrong, or two of them contradict each other. `config_key` names the place."""
+    """A configuration value is invalid, or two values contradict each other. `config_key` is the key."""
 
     def __init__(
         self, message: str, config_key: str = "", suggestions: Sequence[str] = (), *, hint: str = ""
@@ -77,7 +76,7 @@ class ConfigurationError(InputError):
 
 
 class CheckpointError(AllranksError):
-    """A checkpoint could not be saved, found or trusted. `tier` is a tier's name, `path` where it lies."""
+    """An operation on a checkpoint failed. `tier` is the name of the tier, `path` that of the checkpoint."""
 
     def __init__(self, message: str, *, tier: str = "", path: str = "", hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -86,36 +85,36 @@ class CheckpointError(AllranksError):
 
 
 class CheckpointSaveError(CheckpointError):
-    """A save failed. The text people search for: `[NVME] Failed to save checkpoint to '...': why`."""
+    """A save failed: `[NVME] Failed to save checkpoint to '...': reason`."""
 
     def __init__(self, reason: str, *, tier: str, path: str, hint: str = "") -> None:
         where = f" to '{path}'" if path else ""
         super().__init__(
             f"[{tier}] Failed to save checkpoint{where}: {reason}", tier=tier, path=path,
-            hint=hint or f"the last good one is untouched. What is there: allranks checkpoint ls '{_parent(path)}'",
+            hint=hint or f"the last good checkpoint is unchanged. List them: allranks checkpoint ls '{_parent(path)}'",
         )  # fmt: skip
         self.reason = reason
 
 
 class CheckpointLoadError(CheckpointError):
-    """A load failed. `[TIER] Failed to load checkpoint from '...': why`, without tier when none was asked."""
+    """A load failed: `[TIER] Failed to load checkpoint from '...': reason`."""
 
     def __init__(self, reason: str, *, tier: str = "", path: str = "", hint: str = "") -> None:
         prefix = f"[{tier}] " if tier else ""
         where = f" from '{path}'" if path else ""
         super().__init__(
             f"{prefix}Failed to load checkpoint{where}: {reason}", tier=tier, path=path,
-            hint=hint or f"what is whole: allranks checkpoint verify '{path or 'STORE'}'",
+            hint=hint or f"check it: allranks checkpoint verify '{path or 'STORE'}'",
         )  # fmt: skip
         self.reason = reason
 
 
 class CheckpointUnreachable(CheckpointLoadError):
-    """A store did not answer, so nobody knows what is the newest checkpoint. Nothing was restored."""
+    """A store did not respond, so the newest checkpoint is unknown. Nothing was restored."""
 
 
 class CheckpointValidationError(CheckpointError):
-    """What was read lacks keys or does not fit. Never raised for a mere I/O failure."""
+    """A checkpoint lacks keys or does not match. Not raised for I/O failures."""
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class CheckpointValidationError(CheckpointError):
             text += f"\n  Invalid keys: {sorted(invalid_keys)}"
         super().__init__(
             text, tier=tier, path=path,
-            hint=hint or f"damaged, or of another version? Look: allranks checkpoint verify '{path or 'STORE'}'",
+            hint=hint or f"damaged, or from another version? Check: allranks checkpoint verify '{path or 'STORE'}'",
         )  # fmt: skip
         self.reason = reason
         self.missing_keys = tuple(missing_keys)
@@ -142,11 +141,11 @@ class CheckpointValidationError(CheckpointError):
 
 
 class CheckpointDamaged(CheckpointValidationError):
-    """Bytes are not what was written: flipped, cut short or missing. The checkpoint belongs into quarantine."""
+    """Bytes differ from what was written, or are missing."""
 
 
 class MemoryLimitExceeded(CheckpointError):
-    """A snapshot does not fit into the memory it may use."""
+    """A snapshot exceeds its memory limit."""
 
     def __init__(self, requested_bytes: int, available_bytes: int, limit_bytes: int, *, tier: str) -> None:
         mb = 1 << 20
@@ -162,7 +161,7 @@ class MemoryLimitExceeded(CheckpointError):
 
 
 class DistributedSetupError(AllranksError, RuntimeError):
-    """The distributed environment is not there. `missing_vars` are the variables that were looked for."""
+    """The distributed environment could not be set up. `missing_vars` are the missing variables."""
 
     def __init__(
         self,
@@ -178,13 +177,13 @@ class DistributedSetupError(AllranksError, RuntimeError):
 
 
 class TopologyChangeError(AllranksError):
-    """A change of the number of ranks cannot continue."""
+    """A change of the number of ranks failed."""
 
     hint = (
         "Possible solutions:\n"
         "  - lower elastic.min_nodes if the job may continue with fewer nodes\n"
-        "  - bring nodes back or add new ones; the job waits for them at the rendezvous\n"
-        "  - look why nodes were lost: allranks diagnose, allranks doctor explain LOG"
+        "  - restart nodes or add new ones; the job waits for them at the rendezvous\n"
+        "  - check why nodes were lost: allranks diagnose, allranks doctor explain LOG"
     )
 
     def __init__(
@@ -204,7 +203,7 @@ class TopologyChangeError(AllranksError):
 
 
 class DataLoadingError(AllranksError):
-    """Training data or its index cannot be read. `file_path` is the file at fault."""
+    """Training data or its index cannot be read. `file_path` is the file."""
 
     def __init__(self, message: str, file_path: str = "", *, hint: str = "") -> None:
         where = f"Failed to load data from '{file_path}': " if file_path else ""
@@ -218,16 +217,16 @@ def _parent(path: str) -> str:
 
 
 def _bullets(title: str, lines: Sequence[str]) -> str:
-    """A titled list for a hint; empty when there is nothing to list."""
+    """A titled list for a hint; "" without lines."""
     return "\n".join([f"{title}:", *(f"  - {line}" for line in lines)]) if lines else ""
 
 
 class LighthouseError(AllranksError):
-    """Something between a client and the lighthouse went wrong."""
+    """Communication between a client and the lighthouse failed."""
 
 
 class LighthouseUnreachable(LighthouseError):
-    """Nobody answers. `addresses` are those that were tried."""
+    """No lighthouse responded. `addresses` are the ones tried."""
 
     def __init__(self, message: str, addresses: tuple[str, ...] = (), *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -235,7 +234,7 @@ class LighthouseUnreachable(LighthouseError):
 
 
 class LighthouseRefused(LighthouseError):
-    """The lighthouse said no. `code` is for programs, the message for people."""
+    """The lighthouse refused a request. `code` is for programs, the message for users."""
 
     def __init__(self, message: str, code: str = "", *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -243,11 +242,11 @@ class LighthouseRefused(LighthouseError):
 
 
 class ReplicaEvicted(LighthouseRefused):
-    """This replica was thrown out of the job and stays out until it is let in."""
+    """This replica was evicted, until it is readmitted."""
 
 
 class QuorumTimeout(LighthouseError):
-    """No quorum was formed in time. `missing` are the replicas that were waited for, as far as known."""
+    """No quorum was formed in time. `missing` are the missing replicas, as far as known."""
 
     def __init__(
         self, message: str, waited_s: float, reason: str = "", missing: tuple[str, ...] = ()
@@ -259,7 +258,7 @@ class QuorumTimeout(LighthouseError):
 
 
 def require(module: str, *, feature: str, extra: str) -> ModuleType:
-    """Imports an optional module, or says in one sentence how to install it."""
+    """Imports an optional module; MissingExtra if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -267,19 +266,19 @@ def require(module: str, *, feature: str, extra: str) -> ModuleType:
 
 
 class EtcdError(AllranksError):
-    """etcd did not answer, or refused."""
+    """etcd did not respond, or refused a request."""
 
 
 class ManagerError(AllranksError):
-    """Training together failed in this rank."""
+    """Fault-tolerant training failed in this rank."""
 
 
 class GroupAborted(ManagerError):
-    """A process group was taken down on purpose: a member went, the step is retried by the others."""
+    """A process group was aborted because a member left; the others retry the step."""
 
 
 class HealingFailed(ManagerError):
-    """No peer could hand over the live state. `received_bytes` of `total_bytes` had arrived."""
+    """No peer could transfer the live state. `received_bytes` of `total_bytes` had arrived."""
 
     def __init__(
         self, message: str, received_bytes: int = 0, total_bytes: int = 0, *, hint: str = ""
@@ -290,19 +289,19 @@ class HealingFailed(ManagerError):
 
 
 class StateDiffers(ManagerError):
-    """The replicas do not hold the same state (Manager(on_difference="stop")); the message names who and where."""
+    """The replicas have different state (Manager(on_difference="stop"))."""
 
 
 class StateLost(ManagerError):
-    """All replicas that held the state are gone, and this one may not start over from step 0 (--on-state-loss stop)."""
+    """All replicas with the state are gone, and this one may not start over from step 0 (--on-state-loss stop)."""
 
-    hint = "find out why no checkpoint was restored; --on-state-loss restart starts over from step 0"
+    hint = "check why no checkpoint was restored; --on-state-loss restart starts over from step 0"
 
 
 class TrainingFinished(SystemExit):
-    """The other replicas have finished the training: this one came too late and ends, with exit code 0.
+    """The other replicas have finished training, so this one exits with code 0.
 
-    Raised out of the training loop, so that an unchanged script trains nothing, and saves nothing after the loop.
+    Raised inside the training loop, so that an unchanged script does not train or save.
     """
 
     def __init__(self, message: str) -> None:
@@ -314,10 +313,10 @@ class TrainingFinished(SystemExit):
 
 
 class RetriesExhausted(ManagerError):
-    """More steps in a row than `max_retries` were not committed."""
+    """More than `max_retries` consecutive steps were not committed."""
 
 
 class NotRecording(AllranksError):
-    """A dump was asked for, and nothing is recorded in this process."""
+    """A dump was requested, but this process is not recording."""
 
     hint = "call allranks.record() at the start of the script; ALLRANKS_RECORD=0 turns it off"

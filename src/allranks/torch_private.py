@@ -1,7 +1,7 @@
-"""Every private name of torch that allranks uses, with what it costs when a version of torch does not have it, and the calls.
+"""Every private name of torch that allranks uses, with the consequence if a version of torch lacks it.
 
-The recorder's calls are in recording/torch_internals.py, all others here; no other file may use a private name.
-tests/record/test_versions.py compares the list with the source and with the installed torch, name by name.
+The recorder uses them in recording/torch_internals.py, all other code through the functions here.
+tests/record/test_versions.py compares the list with the source and with the installed torch.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from torch.distributed import distributed_c10d as c10d
 
 from allranks.errors import ConfigurationError
 
-Torch: TypeAlias = Any  # something of torch that has no type of its own, or another one in each version
+Torch: TypeAlias = Any  # an object of torch without a stable type
 
-CHECKED_WITH = (
-    "2.13",
-    "2.15",
-)  # all of them; the recorder's also with 2.5 to 2.10, see docs/compatibility.md
+CHECKED_WITH = ("2.13", "2.15")  # the recorder also with 2.5 to 2.10, see docs/compatibility.md
 
 C10D = "torch._C._distributed_c10d"
 _GROUP = f"{C10D}.ProcessGroup"
 _PYTHON = "torch.distributed.distributed_c10d"
 _CPP = "calls made by C++ are not recorded"
 _BATCH = "calls of one batch are recorded as single calls"
-RECORDED = (_CPP, _BATCH)  # what the recorder says when it starts
+RECORDED = (_CPP, _BATCH)  # reported when the recorder starts
 
-#: name -> (words of its signature that we rely on, what is lost without it)
+#: name -> (parts of its signature that we rely on, consequence without it)
 PRIVATE: dict[str, tuple[str, str]] = {
     f"{C10D}._register_process_group": ("", _CPP),
     f"{C10D}._unregister_process_group": ("", _CPP),
@@ -45,46 +42,46 @@ PRIVATE: dict[str, tuple[str, str]] = {
     f"{_GROUP}._get_backend": ("device", _CPP),
     f"{_GROUP}._get_backend_name": ("", _CPP),
     f"{_GROUP}._device_types": ("", _CPP),
-    f"{_GROUP}._has_hooks": ("", "a proxy is not tried out before C++ gets it"),
+    f"{_GROUP}._has_hooks": ("", "a proxy is not tested before C++ gets it"),
     f"{_GROUP}._register_backend": ("backend_type", _CPP),
     f"{_GROUP}._set_default_backend": ("backend_type", _CPP),
     f"{_GROUP}._set_group_name": ("", _CPP),
     f"{_GROUP}._set_group_desc": ("", _CPP),
     f"{_GROUP}._start_coalescing": ("device", _BATCH),
     f"{_GROUP}._end_coalescing": ("device", _BATCH),
-    f"{_PYTHON}._world": ("", "members and backends of groups are recorded as far as the group tells"),
-    f"{_PYTHON}._get_default_store": ("", "Manager raises an error where a replica has several ranks"),
+    f"{_PYTHON}._world": ("", "members and backends of some groups are not recorded"),
+    f"{_PYTHON}._get_default_store": ("", "Manager raises an error if a replica has several ranks"),
     f"{C10D}.ProcessGroupGloo._Options": ("", "Manager has no gloo"),
     f"{C10D}.ProcessGroupGloo._set_default_timeout": (
         "",
-        "a group's operations have the limit of its making",
+        "a group's operations have the timeout of its creation",
     ),
     f"{C10D}.ProcessGroupGloo._Options._devices": ("", "Manager has no gloo"),
     f"{C10D}.Backend.Options._timeout": ("", "Manager has no gloo and no NCCL"),
     f"{C10D}.ProcessGroupNCCL._comm_ptr": (
         "",
-        "a group beside another is made without waiting; groups are aborted",
+        "a second group is created without waiting; groups are aborted",
     ),
-    "torch._C._cuda_getDevice": ("", "calls without a Work are recorded as over at once"),
-    "torch._C._cuda_getCurrentRawStream": ("", "calls without a Work are recorded as over at once"),
-    "torch._C._CUDAGraph": ("", "calls under the capture of a graph look as if they never ended"),
+    "torch._C._cuda_getDevice": ("", "calls without a Work are recorded as completed at once"),
+    "torch._C._cuda_getCurrentRawStream": ("", "calls without a Work are recorded as completed at once"),
+    "torch._C._CUDAGraph": ("", "calls during graph capture appear unfinished"),
     "torch._C._dynamo.eval_frame": ("", "our wrappers may be compiled into a graph"),
     "torch.autograd.Variable._execution_engine": ("", "Manager's DDP raises an error"),
     "torch.distributed.checkpoint._nested_dict": (
         "",
         "checkpoints of torch.distributed.checkpoint cannot be read",
     ),
-    "torch.distributed.tensor._utils": ("", "checkpoints raise ImportError where tensors are sharded"),
+    "torch.distributed.tensor._utils": ("", "checkpoints of sharded tensors raise ImportError"),
     "torch._foreach_copy_": ("", "Manager's DDP copies buffers one by one"),
     "torch._foreach_mul_": ("", "Manager's optimizer unscales gradients one by one"),
     "torch.amp.grad_scaler.GradScaler._found_inf_per_device": (
         "",
-        "a step that is given up may lower the scale in some replicas",
+        "a discarded step may lower the scale in some replicas",
     ),
-    "torch._inductor.async_compile._pool_set": ("", "a process ends before its compile workers"),
+    "torch._inductor.async_compile._pool_set": ("", "a process exits before its compile workers"),
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers": (
         "",
-        "workers of a data loader end with it",
+        "workers of a data loader exit with it",
     ),
 }
 
@@ -101,52 +98,51 @@ def _needed(owner: Torch, name: str) -> Torch:
 
 
 def default_store() -> dist.Store:
-    """Where the ranks of the default group met."""
+    """The store of the default group."""
     store: dist.Store = _needed(c10d, "_get_default_store")()
     return store
 
 
 def register_group(name: str, group: dist.ProcessGroup) -> None:
-    """Makes a group known to functional collectives."""
+    """Registers a group for functional collectives."""
     _needed(c10d, "_register_process_group")(name, group)
 
 
 def unregister_group(name: str) -> None:
-    """The reverse."""
     _needed(c10d, "_unregister_process_group")(name)
 
 
 def is_known(group: dist.ProcessGroup) -> bool:
-    """Whether torch.distributed made the group, and it was not destroyed."""
+    """Whether torch.distributed created the group, and it was not destroyed."""
     return group in getattr(getattr(c10d, "_world", None), "pg_map", {})
 
 
 def gloo_options(device: object, limit_s: float) -> Torch:
-    """Of a gloo backend on that device."""
+    """Options of a gloo backend on a device."""
     options = _needed(dist.ProcessGroupGloo, "_Options")()
     options._devices = [device]
     return with_limit(options, limit_s)
 
 
 def with_limit(options: Torch, limit_s: float) -> Torch:
-    """The same options, with this limit of the backend's operations."""
+    """Sets the timeout of a backend's operations in its options."""
     options._timeout = timedelta(seconds=limit_s)
     return options
 
 
 def limit_operations(backend: Torch, limit_s: float) -> None:
-    """Of a gloo backend that is made: its operations may take another time than its making."""
+    """Sets the timeout of operations of an existing gloo backend, which may differ from that of its creation."""
     if hasattr(backend, "_set_default_timeout"):
         backend._set_default_timeout(timedelta(seconds=limit_s))
 
 
 def can_wait_until_connected(backend: Torch) -> bool:
-    """Whether `communicator_of` does so."""
+    """Whether `communicator_of` waits for all members."""
     return hasattr(backend, "_comm_ptr")
 
 
 def communicator_of(backend: Torch) -> int:
-    """NCCL's pointer, once all members have connected: the interpreter waits meanwhile. 0: this torch does not give it."""
+    """NCCL's communicator, after all members have connected; blocks with the GIL. 0 if torch does not expose it."""
     return int(backend._comm_ptr()) if hasattr(backend, "_comm_ptr") else 0
 
 
@@ -154,7 +150,7 @@ def communicator_of(backend: Torch) -> int:
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Each source into its target, in one call where torch has it."""
+    """Copies each source into its target, in one call if torch supports it."""
     if hasattr(torch, "_foreach_copy_"):
         torch._foreach_copy_(targets, sources)
         return
@@ -163,7 +159,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def multiply_all(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """In place, in one call where torch has it."""
+    """Multiplies in place, in one call if torch supports it."""
     if hasattr(torch, "_foreach_mul_") and tensors:
         torch._foreach_mul_(tensors, factor)
         return
@@ -172,19 +168,19 @@ def multiply_all(tensors: Sequence[torch.Tensor], factor: float) -> None:
 
 
 def forget_overflow(scaler: Torch, optimizer: Torch) -> None:
-    """What a GradScaler found in gradients that are given up: its next `update` keeps the scale."""
+    """Resets what a GradScaler found in discarded gradients, so that its next `update` keeps the scale."""
     if hasattr(scaler, "_found_inf_per_device"):
         for found in scaler._found_inf_per_device(optimizer).values():
             found.zero_()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Called at the end of the backward that runs now."""
+    """Calls `callback` at the end of the current backward pass."""
     _needed(torch.autograd.Variable, "_execution_engine").queue_callback(callback)
 
 
 def local_chunk(like: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
-    """(sizes, offsets) of this rank's chunk of a DTensor, or of anything with its shape, mesh and placements."""
+    """(sizes, offsets) of this rank's chunk of a DTensor, or of an object with its shape, mesh and placements."""
     from torch.distributed.tensor import _utils
 
     find: Torch = _needed(_utils, "compute_local_shape_and_global_offset")
@@ -193,7 +189,7 @@ def local_chunk(like: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def flatten(state: Torch) -> tuple[dict[str, Torch], dict[str, Torch]]:
-    """A nested state as torch.distributed.checkpoint flattens it: (values by name, paths by name)."""
+    """Flattens a nested state as torch.distributed.checkpoint does: (values by name, paths by name)."""
     from torch.distributed.checkpoint import _nested_dict
 
     values, paths = _needed(_nested_dict, "flatten_state_dict")(state)
@@ -201,7 +197,7 @@ def flatten(state: Torch) -> tuple[dict[str, Torch], dict[str, Torch]]:
 
 
 def unflatten(values: dict[str, Torch], paths: dict[str, Torch]) -> Torch:
-    """The reverse."""
+    """The inverse of `flatten`."""
     from torch.distributed.checkpoint import _nested_dict
 
     return _needed(_nested_dict, "unflatten_state_dict")(values, paths)
@@ -211,7 +207,7 @@ def unflatten(values: dict[str, Torch], paths: dict[str, Torch]) -> Torch:
 
 
 def compile_workers() -> tuple[Callable[[], object], Callable[[], bool]] | None:
-    """(end, still running) of the workers of torch.compile; None when it was not used."""
+    """(shutdown function, is-running function) of the workers of torch.compile; None if it was not used."""
     inductor: Torch = sys.modules.get("torch._inductor.async_compile")
     if inductor is None:
         return None
@@ -222,12 +218,12 @@ def compile_workers() -> tuple[Callable[[], object], Callable[[], bool]] | None:
 
 
 def loader_workers(loader: Torch) -> list[Torch]:
-    """The processes of a DataLoader; [] when it has none, or has not begun."""
+    """The worker processes of a DataLoader; [] if it has none."""
     return list(getattr(getattr(loader, "_iterator", None), "_workers", ()))
 
 
 def stop_loader(loader: Torch) -> None:
-    """Ends the processes of a DataLoader."""
+    """Stops the worker processes of a DataLoader."""
     stop = getattr(getattr(loader, "_iterator", None), "_shutdown_workers", None)
     if stop is not None:
         stop()

@@ -340,7 +340,9 @@ def test_a_save_that_still_runs_makes_the_next_one_be_skipped_or_queued(
             assert (second != ()) is (policy == "queue")
             assert manager.wait_for_pending_saves(30)
         assert [int(name[-8:]) for name in contents(folder)] == kept
-    assert "step 2 is not saved to NVME: the save of step 1 still runs (busy_policy=skip)" in caplog.text
+    assert (
+        "step 2 is not saved to NVME: the save of step 1 is still running (busy_policy=skip)" in caplog.text
+    )
 
 
 def test_a_snapshot_that_does_not_fit_never_stops_training(

@@ -119,7 +119,7 @@ def test_nothing_is_replaced_without_force(
     ]
     for words in (copy, ["checkpoint", "import", str(tmp_path / "other.pt"), str(store)]):
         assert main(words) == 2
-        assert "exists already\n--force" in capsys.readouterr().err
+        assert "already exists\n--force" in capsys.readouterr().err
         assert main([*words, "--force"]) == 0
     assert list(NVMeBackend(store).load("checkpoint_step_00000003").model_state_dict) == ["w"]
 
@@ -160,7 +160,7 @@ def test_export_writes_one_file_that_plain_tools_read(
     expected = make_state(3, seed=3)
     assert same(load_file(str(out)), expected.model_state_dict)
     assert main(["checkpoint", "export", str(store), str(out)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(store), str(out), "--force"]) == 0
     assert main(["checkpoint", "export", str(store), str(tmp_path / "all.pt")]) == 0
     capsys.readouterr()
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_another_program_is_told_how_to_be_imported(tmp_path: Pa
         ("s3:/bucket/run", "two slashes: s3://bucket/run"),
         ("peer://keeper", "'keeper' in 'peer://keeper' is not HOST:PORT"),
         ("file:///nowhere/run", "no such folder: '/nowhere/run'"),
-        ("ftp://host/run", "no store for 'ftp://host/run'"),
+        ("ftp://host/run", "'ftp://host/run' is not a store"),
     ],
 )
 def test_an_address_that_is_none_is_not_an_empty_store(

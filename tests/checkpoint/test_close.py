@@ -94,7 +94,7 @@ def test_a_store_that_died_before_the_end_is_the_last_word(
             manager.step(step, model, optimizer)
     last = caplog.records[-1]
     assert last.levelname == "ERROR"
-    assert last.getMessage() == "[NVME] ends without step 13: the newest that is safe there is step 10"
+    assert last.getMessage() == "[NVME] step 13 was not saved: step 10 is the newest saved"
 
 
 def test_nothing_is_saved_after_an_error(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_state_that_has_moved_on_is_not_saved_under_the_last_steps_number(
         model, optimizer = _train(manager, 13)
         train_step(model, optimizer, 14)
     assert FileStore(tmp_path).names() == ["checkpoint_step_00000010"]
-    assert "step 13 is not saved at the end: the optimizer has made steps since" in caplog.text
+    assert "step 13 not saved: the optimizer has stepped since" in caplog.text
 
 
 def test_a_state_that_went_back_is_not_saved_under_the_last_steps_number(tmp_path: Path) -> None:

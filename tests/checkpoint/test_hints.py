@@ -253,7 +253,7 @@ def test_a_model_that_is_not_in_the_checkpoint_is_shown_what_is(tmp_path: Path) 
     NVMeBackend(tmp_path).save(make_state(3), "checkpoint_step_00000003")
     model, _ = make_job()
     with opened(FileStore(tmp_path), "checkpoint_step_00000003") as checkpoint:
-        with pytest.raises(AllranksError, match="1 tensors are not in it") as caught:
+        with pytest.raises(AllranksError, match="1 tensors are missing") as caught:
             require(checkpoint, ["model_state_dict.no_such_layer"])
         printed = run_all(caught.value.hint)
     assert all(f"model_state_dict.{name}" in printed for name in model.state_dict())

@@ -46,7 +46,7 @@ def test_a_save_that_is_being_copied_at_ctrl_c_is_finished(tmp_path: Path) -> No
     """`step` has said that it is saved; the helper finishes it after the process has ended, and the log says so."""
     command = [sys.executable, "-c", COPYING, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode in ENDED and done.stderr.rstrip().endswith("finishes that")
+    assert done.returncode in ENDED and done.stderr.rstrip().endswith("will finish it")
     deadline = time.monotonic() + 60
     manifest = tmp_path / "checkpoint_step_00000001" / "manifest.json"  # written last
     while not manifest.exists() and time.monotonic() < deadline:
@@ -129,7 +129,7 @@ def test_ctrl_c_does_not_wait_for_a_store_that_is_silent(tmp_path: Path) -> None
         command = [sys.executable, "-c", SAVING, str(tmp_path), address]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=200)
     assert done.returncode in ENDED
-    assert done.stderr.count("[S3] step 1 is still being saved: its helper process") == 1
+    assert done.stderr.count("[S3] step 1 is still being saved: the helper process") == 1
     deadline = time.monotonic() + 60
     manifest = tmp_path / "checkpoint_step_00000001" / "manifest.json"  # written last
     while not manifest.exists() and time.monotonic() < deadline:

@@ -151,7 +151,7 @@ def test_a_newest_checkpoint_that_was_deleted_by_hand_is_said(
     blobs = _store(s3, bucket).blobs
     blobs.delete([key for key, _ in blobs.keys(f"{checkpoint_name(2)}/")])
     assert _newest(s3, bucket) == 1
-    assert f"{checkpoint_name(2)} is left out: it has no {MANIFEST}" in caplog.text
+    assert f"{checkpoint_name(2)} is skipped: it has no {MANIFEST}" in caplog.text
     _save(s3, bucket, 3)
     assert _newest(s3, bucket) == 3
     assert _store(s3, bucket).names() == [checkpoint_name(1), checkpoint_name(3)]

@@ -142,7 +142,7 @@ def test_an_older_checkpoint_on_the_disk_is_not_taken_while_the_store_is_down(
 ) -> None:
     """The store may hold something newer."""
     NVMeBackend(tmp_path / "nvme").save(make_state(3), "checkpoint_step_00000003")
-    with pytest.raises(TopologyChangeError, match="may hold something newer"):
+    with pytest.raises(TopologyChangeError, match="may hold a newer checkpoint"):
         _start(_with_s3(tmp_path, bucket, s3.options(nowhere)))
 
 
@@ -350,7 +350,7 @@ def test_a_newest_checkpoint_of_a_newer_version_is_neither_passed_over_nor_repla
     shutil.copytree(tmp_path / "checkpoint_step_00000002", tmp_path / "checkpoint_step_00000003")
     (tmp_path / "checkpoint_step_00000003" / MANIFEST).write_bytes(sealed)
     config = CheckpointConfig(nvme_path=tmp_path, memory_snapshot_interval=0, keep_last_n=1)
-    refused = r"schema 2 is newer than 1.*Nothing older was restored"
+    refused = r"schema 2 is newer than 1.*No older checkpoint was restored"
     with pytest.raises(TopologyChangeError, match=refused) as e:
         _start(config)
     assert "upgrade allranks" in str(e.value.hint)
@@ -371,7 +371,7 @@ def test_another_jobs_checkpoint_is_not_restored_unless_it_is_named(tmp_path: Pa
     name = "checkpoint_step_00000005"
     assert decode_manifest((tmp_path / name / MANIFEST).read_bytes(), name).job == "alpha"
     config = CheckpointConfig(nvme_path=tmp_path, memory_snapshot_interval=0, job="beta")
-    with pytest.raises(TopologyChangeError, match="of job 'alpha'") as caught:
+    with pytest.raises(TopologyChangeError, match="belongs to job 'alpha'") as caught:
         _start(config)
     assert "from_job" in caught.value.hint
     assert _start(dataclasses.replace(config, from_job="alpha")).step == 6

@@ -123,7 +123,7 @@ def test_a_wrong_clock_deletes_neither_what_is_being_saved_nor_what_is_being_rea
     backend.save(make_state(1), "checkpoint_step_00000001")
     real = backend.store
     assert isinstance(real, KeyedStore)
-    store = KeyedStore(SkewedBlobs(real.blobs, skew_s), real.spec, "S3")  # type: ignore[arg-type]
+    store = KeyedStore(SkewedBlobs(real.blobs, skew_s), real.spec)  # type: ignore[arg-type]
     half = "checkpoint_step_00000002/rank-00000-0123456789ab.safetensors"
     real.blobs.put(half, [memoryview(b"x")], 1)
     assert store.tidy() == []
@@ -185,7 +185,7 @@ def test_a_file_servers_clock_counts_for_what_lies_on_it(tmp_path: Path) -> None
         (ConnectionRefusedError(), "PEER", "unreadable"),
         (PermissionError(errno.EACCES, "403"), "S3", "refused"),
         (FileNotFoundError(), "NVME", "gone"),
-        (KeyError("x"), "NVME", "misfit"),
+        (KeyError("x"), "NVME", "mismatch"),
     ],
 )
 def test_only_what_is_lost_for_good_leads_to_an_older_checkpoint(

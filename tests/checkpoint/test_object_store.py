@@ -235,7 +235,7 @@ def test_a_slow_store_does_not_hold_up_training(
             assert manager.wait_for_pending_saves(60)
             assert manager.s3_backend is not None
             assert manager.s3_backend.list_checkpoints() == ["checkpoint_step_00000001"]
-    assert "step 2 is not saved to S3: the save of step 1 still runs (busy_policy=skip)" in caplog.text
+    assert "step 2 is not saved to S3: the save of step 1 is still running (busy_policy=skip)" in caplog.text
 
 
 def test_of_two_savers_of_one_new_checkpoint_exactly_one_commits(s3: S3Server, bucket: str) -> None:

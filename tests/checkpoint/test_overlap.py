@@ -120,7 +120,7 @@ def test_a_tensor_changed_behind_our_back_voids_the_save(
         assert manager.wait_for_pending_saves(60) is False
         assert manager.load_checkpoint() is None
         assert manager.memory_backend.num_snapshots == 0
-    assert "was changed while it was copied" in caplog.text
+    assert "changed during the copy" in caplog.text
 
 
 def test_every_save_of_a_running_job_is_the_state_of_its_step(tmp_path: Path) -> None:

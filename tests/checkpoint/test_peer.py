@@ -109,7 +109,7 @@ def test_bytes_changed_on_the_way_are_refused() -> None:
         raw = bytearray(receiver.recv(4096))
         raw[0] ^= 1
         sender.sendall(raw)
-        with pytest.raises(ChannelError, match="wrong checksum"):
+        with pytest.raises(ChannelError, match="checksum mismatch"):
             receive_bytes(receiver, [memoryview(bytearray(5))], "crc32")
 
 
@@ -303,7 +303,7 @@ def _one_part_is_missing(rank: int, world_size: int, address: str) -> list[bool]
         manager.group.timeout_s = 60.0
         if rank == 1:
             saves = manager.saves
-            saves.submit = lambda snapshot, tier, job, future: saves.fail(tier, "", OSError("no"), future)  # type: ignore[method-assign]
+            saves.submit = lambda snapshot, job, future: saves.fail(job, OSError("no"), future)  # type: ignore[method-assign]
         model = torch.nn.Linear(256, 256)
         found = []
         for step in (1, 2, 3):

@@ -27,7 +27,7 @@ from allranks.checkpoint.restore.into_state import load_legacy
 from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.save.plan import find_pieces, local_tensors, make_plan
 from allranks.checkpoint.save.snapshot import flatten_state
-from allranks.checkpoint.save.writer import Peers, SaveJob, write_checkpoint
+from allranks.checkpoint.save.writer import PartMissing, SaveJob, write_checkpoint
 from allranks.checkpoint.stores import Attempt
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.checkpoint.stores.listing import Listed, decide, prune
@@ -174,7 +174,7 @@ def test_when_every_checkpoint_is_bad_the_error_names_them_all(tmp_path: Path) -
     with (
         CheckpointManager(CheckpointConfig(nvme_path=tmp_path)) as manager,
         pytest.raises(
-            CheckpointLoadError, match=r"(?s)every checkpoint is bad: step 2 in NVME.*step 1 in NVME"
+            CheckpointLoadError, match=r"(?s)no checkpoint could be loaded: step 2 in NVME.*step 1 in NVME"
         ),
     ):
         manager.load_checkpoint()
@@ -284,7 +284,7 @@ def test_a_disk_that_is_full_to_the_last_byte_still_tells_the_other_ranks(
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr("allranks.checkpoint.stores.file_store.os.statvfs", lambda _: Full)
         _write_to(FileStore(tmp_path), make_state(1), 0, rank=failing, ranks=(0, 1))
-    with pytest.raises(Peers, match=f"rank {failing} .*its store is full"):
+    with pytest.raises(PartMissing, match=f"rank {failing} .*its store is full"):
         _write_to(FileStore(tmp_path), make_state(1), 0, rank=1 - failing, ranks=(0, 1))
     assert FileStore(tmp_path).names() == []
 
@@ -296,7 +296,7 @@ def test_failed_saves_do_not_fill_the_disk_until_one_succeeds(tmp_path: Path) ->
     (left / "rank-00001.safetensors").write_bytes(b"x" * 100)
     for path in (left / "rank-00001.safetensors", left):
         os.utime(path, (1, 1))
-    with pytest.raises(Peers, match="no part from ranks"):
+    with pytest.raises(PartMissing, match="no part from ranks"):
         _write_to(FileStore(tmp_path), make_state(9), 0, ranks=(0, 1))
     assert not left.exists()
 

@@ -53,8 +53,8 @@ def test_wrong_credentials_and_missing_permissions_are_told_apart(
 
     right = check_store(s3, monkeypatch, KEY, SECRET)
     assert right.status == "ok", right
-    assert "access key is not known" in check_store(s3, monkeypatch, "nobody", SECRET).hint
-    assert "secret key does not belong" in check_store(s3, monkeypatch, KEY, "wrong").hint
+    assert "does not know the access key" in check_store(s3, monkeypatch, "nobody", SECRET).hint
+    assert "secret key does not match" in check_store(s3, monkeypatch, KEY, "wrong").hint
     for word, permission, place in (
         ("PUT", "s3:PutObject", "ready/run*"),
         ("list-type", "s3:ListBucket", "ready"),

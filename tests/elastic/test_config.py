@@ -74,7 +74,7 @@ def test_every_mistake_is_reported_at_once_with_line_and_column(tmp_path: Path) 
         ({"checkpoint": {"checkpoint_interval": 0}}, "checkpoint_interval (0) must be positive"),
         (
             {"checkpoint": {"nvme_path": "$SCRATCH/run"}},
-            "nvme_path is '$SCRATCH/run': variables are not written out",
+            "nvme_path is '$SCRATCH/run': variables are not expanded here",
         ),
         (
             {"scaling": {"strategy": "constant_batch"}},

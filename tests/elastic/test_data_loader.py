@@ -68,7 +68,7 @@ def test_a_loader_draws_no_random_numbers_of_the_training(index: Path, workers: 
 def test_a_state_of_other_data_is_refused(index: Path, tmp_path: Path) -> None:
     """Another index or sequence length would lose or repeat samples."""
     state = ResumableDataset(index, LENGTH).state_dict()
-    with pytest.raises(DataLoadingError, match="the state is of other data"):
+    with pytest.raises(DataLoadingError, match="the state belongs to other data"):
         ResumableDataset(sequence_index(tmp_path, 50), LENGTH).load_state_dict(state)
     with pytest.raises(DataLoadingError, match="another sequence length"):
         ResumableDataset(index, LENGTH * 2).load_state_dict({**state})

@@ -108,13 +108,13 @@ def test_a_wrong_key_names_the_keys_seen(tmp_path: Path, capsys: pytest.CaptureF
     source = write_jsonl(tmp_path / "a.jsonl", ["hello"], key="content")
     assert main(["index", "build", str(source), "-o", str(tmp_path / "i")]) == 2
     said = capsys.readouterr().err
-    assert "KeyError: 'text'; the keys seen are ['id', 'content']" in said
+    assert "KeyError: 'text'; the record has the keys ['id', 'content']" in said
     assert "--text-key content" in said
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"content": ["x"]}), tmp_path / "a.parquet")
-    with pytest.raises(DataLoadingError, match=r"the keys seen are \['content'\]"):
+    with pytest.raises(DataLoadingError, match=r"the record has the keys \['content'\]"):
         build_index(BuildRequest((str(tmp_path / "a.parquet"),), str(tmp_path / "i")))
 
 

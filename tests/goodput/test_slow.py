@@ -525,7 +525,9 @@ def test_a_script_without_step_marks_is_compared_too(sizes: tuple[int, ...]) -> 
     factors = noise(9, ranks=4)
     factors[2] *= 1.5
     group = (0, 1, 2, 3)
-    traces, _ = record([(group, 0.9), (group, 0.1)][: len(sizes)], factors, non_blocking=(0,) * (len(sizes) - 1))
+    traces, _ = record(
+        [(group, 0.9), (group, 0.1)][: len(sizes)], factors, non_blocking=(0,) * (len(sizes) - 1)
+    )
     for trace in traces:
         trace.calls["stack"], trace.calls["step"] = 1, -1
         for part, size in enumerate(sizes):

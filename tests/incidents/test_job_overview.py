@@ -133,11 +133,11 @@ def test_a_job_whose_agent_has_ended_is_not_starting(tmp_path: Path) -> None:
     for pid in (os.getpid(), ended.pid):
         (tmp_path / "job.json").write_text(json.dumps({"job": "j", "pid": pid}))
         lines.append(Overview(tmp_path).look().line)
-    assert lines == ["Starting", "Stopped: no rank runs any more"]
+    assert lines == ["Starting", "Stopped: no rank is running"]
     assert list(render(Overview(tmp_path).look())) == ["j: no rank has started", lines[-1]]
     dead = (replace(row(0, "died"), alive=False),)
     said = describe(local_facts(dead, (), watched=True))
-    assert said.text == "Stopped: no rank runs any more; the last step was 7"
+    assert said.text == "Stopped: no rank is running; the last step was 7"
 
 
 def test_the_line_is_that_of_the_page_word_for_word(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def test_replicas_that_left_do_not_train() -> None:
     view.happened(StatusEvent(1.0, "left", "replica-0 left: done", "replica-0"))
     found = view.describe(Scene(nodes=1))
     assert (found.sentence, found.state) == (
-        "No replica trains: they have left; the last step was 20",
+        "No replica is training: all have left; the last step was 20",
         "warn",
     )
 

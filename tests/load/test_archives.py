@@ -97,9 +97,9 @@ def test_damaged_locked_and_swollen_zips_get_a_note(tmp_path: Path, monkeypatch:
         for name in ("cut", "locked", "bomb")
     }
     notes = {name: [note.note for note in result.files if note.note] for name, result in found.items()}
-    assert notes["cut"] == ["archive cut short or damaged (BadZipFile)"]
-    assert notes["locked"] == ["is encrypted: give its files without a password"]
-    assert "beyond the limit of" in notes["bomb"][0]
+    assert notes["cut"] == ["archive truncated or damaged (BadZipFile)"]
+    assert notes["locked"] == ["encrypted: give the files without a password"]
+    assert "exceed the limit of" in notes["bomb"][0]
     ranks = {name: [trace.header.rank for trace in result.traces] for name, result in found.items()}
     assert ranks == {"cut": [], "locked": [1], "bomb": [0]}
 
@@ -157,7 +157,7 @@ def test_an_archive_of_millions_of_files_is_read_up_to_a_limit(
     result = load_paths([str(tmp_path)])
     assert [trace.header.rank for trace in result.traces] == [0, 1, 2]
     assert [note.note for note in result.files if note.path == name] == [
-        "more than 3 files: the others are left out; unpack it, and give the folder with the dumps"
+        "more than 3 files: the others are skipped; unpack it, and give the folder with the dumps"
     ]
 
 
@@ -186,7 +186,7 @@ def test_holes_of_sparse_files_are_bounded_all_together(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(_with_headers(hole, 3))
     loaded = load_paths([str(tmp_path)], LoadOptions(allow_nothing=True))
     problems = [file.note for file in loaded.files]
-    assert len([text for text in problems if "are beyond the limit of" in text]) == 2, problems
+    assert len([text for text in problems if "exceed the limit of" in text]) == 2, problems
 
 
 @pytest.mark.parametrize("size", ["99999999999999999999", "-512"])
@@ -211,7 +211,7 @@ def test_headers_of_headers_are_a_damaged_archive(tmp_path: Path) -> None:
     long_name = tarfile.TarInfo("././@LongLink")
     long_name.type, long_name.size = tarfile.GNUTYPE_LONGNAME, 5
     (tmp_path / "x.tar").write_bytes((long_name.tobuf(tarfile.GNU_FORMAT) + b"name".ljust(512, b"\0")) * 3000)
-    with pytest.raises(InputError, match="cut short or damaged"):
+    with pytest.raises(InputError, match="truncated or damaged"):
         load_paths([str(tmp_path)])
 
 

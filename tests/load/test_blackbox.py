@@ -104,7 +104,7 @@ def test_a_box_that_is_cut_gives_what_is_there(tmp_path: Path, keep: int) -> Non
     data = box_bytes(make_trace(count=10))
     (tmp_path / "x.a0.r1.p1.box").write_bytes(data[:keep])
     result = load_paths([str(tmp_path)], LoadOptions(allow_nothing=True))
-    assert result.files[0].status == "damaged" and "cut short" in result.files[0].note
+    assert result.files[0].status == "damaged" and "truncated" in result.files[0].note
     assert len(result.traces[0].calls) == {7: 7, 0: 0}.get((keep - HEADER_BYTES) // CALL.itemsize, 10)
 
 

@@ -28,8 +28,9 @@ from allranks.blackbox.reader import BytesFile, read_box
 from allranks.blackbox.tables import Tables
 from allranks.errors import InputError
 from allranks.load.loading import Reader
-from allranks.load.sources import LoadOptions, Raw, Unreadable
+from allranks.load.sources import LoadOptions, Unreadable
 from allranks.load.unpickle import read_pickle
+from allranks.model.trace import RankTrace
 
 from .dumps import dump, entry, torch_pickle
 from .test_blackbox import make_trace
@@ -93,7 +94,7 @@ def read_one(data: bytes) -> None:
     check(raw)
 
 
-def check(raw: Raw) -> None:
+def check(raw: RankTrace) -> None:
     """A trace can be walked without stepping out of its tables."""
     calls = raw.calls
     assert len(calls) == 0 or int(calls["group"].max()) < len(raw.groups)

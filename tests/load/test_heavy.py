@@ -60,4 +60,4 @@ def test_more_groups_than_any_job_has_are_left_out_with_a_note(tmp_path: Path) -
     (tmp_path / "trace_0").write_bytes(pickle.dumps(dump(entries), protocol=2))
     (trace,) = load_paths([str(tmp_path)]).traces
     assert len(trace.groups) == 2_001
-    assert "more than 2,000 groups: the calls of the others are left out" in trace.notes
+    assert "more than 2,000 groups: calls of the others are skipped" in trace.notes

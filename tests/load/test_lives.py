@@ -48,7 +48,7 @@ def test_a_replica_restarted_by_itself_is_read_beside_the_others(tmp_path: Path)
     life(tmp_path, 1, 1, 30, 50)
     assert steps(tmp_path) == {0: 60, 1: 50}
     notes = [note.note for note in load_paths([str(tmp_path)]).files if note.status == "skipped"]
-    assert notes == ["of an earlier process of rank 1, which was restarted by itself"]
+    assert notes == ["from an earlier process of rank 1, which was restarted individually"]
     assert steps(tmp_path, attempt=0) == {0: 60, 1: 20}
 
 
@@ -76,7 +76,7 @@ def test_boxes_of_two_jobs_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
         life(tmp_path, rank, 0, 30, 60, job="today")
     assert steps(tmp_path) == {0: 60, 1: 60}
     notes = {note.note for note in load_paths([str(tmp_path)]).files if note.status == "skipped"}
-    assert notes == {"of job yesterday; that of job today is newer: give the files of one job"}
+    assert notes == {"belongs to job yesterday, but job today is newer: give the files of one job"}
 
 
 def test_boxes_of_ranks_that_do_not_repeat_belong_together_whatever_their_job_is_called(
@@ -96,7 +96,7 @@ def test_dumps_of_two_jobs_with_other_ranks_in_one_folder_are_not_mixed(tmp_path
         (tmp_path / name).write_bytes(pickle.dumps(dump([entry(9)], "[0, 1]")))
     result = load_paths([str(tmp_path)])
     assert [trace.header.rank for trace in result.traces] == [0, 1]
-    assert sum("of ranks 0-3; that of ranks 0-1 is newer" in note.note for note in result.files) == 4
+    assert sum("belongs to ranks 0-3, but ranks 0-1 is newer" in note.note for note in result.files) == 4
 
 
 @pytest.mark.parametrize(("world", "ranks"), [(2, [0, 1]), (4, [0, 1, 2, 3]), (0, [0, 1, 2, 3])])
@@ -114,5 +114,5 @@ def test_boxes_of_one_job_and_dumps_of_a_larger_one_are_not_mixed(
         path.write_bytes(box_bytes(replace(box, header=header, groups=groups)))
     result = load_paths([str(tmp_path)])
     assert [trace.header.rank for trace in result.traces] == ranks
-    told = sum("the black boxes are of a job of 2 ranks" in note.note for note in result.files)
+    told = sum("the black boxes are from a job of 2 ranks" in note.note for note in result.files)
     assert told == (4 if world == 2 else 0)

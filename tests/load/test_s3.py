@@ -59,7 +59,7 @@ def test_an_object_beyond_the_limit_is_not_fetched() -> None:
     """It is noted with its size."""
     result = load_paths(["s3://ready/job/dumps"], LoadOptions(max_file_bytes=100, allow_nothing=True))
     assert not result.traces
-    assert sum("beyond the limit" in note.note for note in result.files) == 3
+    assert sum("exceed the limit" in note.note for note in result.files) == 3
 
 
 def test_a_prefix_without_objects_is_an_error() -> None:

@@ -116,7 +116,7 @@ def test_a_dump_that_would_run_code_is_a_finding(tmp_path: Path) -> None:
         first
         == "unclear: the file of rank 1 is damaged: what could be read was used, and its end is not held against it"
     )
-    assert second.startswith("security: trace_1 is not safe to open: it names the global posix.system")
+    assert second.startswith("security: trace_1 is not safe to open: it contains the global posix.system")
     assert done.returncode == 1
     assert not (tmp_path / "harm").exists()
     causes = [finding.cause for finding in allranks.diagnose(tmp_path).findings]
@@ -224,5 +224,5 @@ def test_a_file_that_gives_no_answer_does_not_hold_up_the_others(folder: Path, s
     """Its note says how long was waited; all other ranks are there."""
     result = load_paths([str(folder)], LoadOptions(read_limit_s=0.3))
     notes = {note.path: (note.rank, note.status, note.note) for note in result.files}
-    assert notes[silent.name] == (5, "unreadable", "no answer within 0.3 s")
+    assert notes[silent.name] == (5, "unreadable", "no response within 0.3 s")
     assert [trace.header.rank for trace in result.traces] == [*range(5), *range(6, 12), 13]

@@ -19,7 +19,7 @@ from allranks.load import LoadOptions, load_paths
 from allranks.load.choice import TraceFile, number_worlds, split_worlds
 from allranks.model.diagnosis import Finding
 from allranks.model.formatting import rename
-from allranks.model.trace import CALL, Group, Raw, Rendezvous, TraceHeader, World
+from allranks.model.trace import CALL, Group, RankTrace, Rendezvous, TraceHeader, World
 from allranks.watch.samples import read_samples
 
 ANY = LoadOptions(allow_nothing=True)
@@ -121,7 +121,7 @@ def _file(
     )
     calls = np.zeros(1, CALL)
     calls["group"], calls["root"] = len(groups), 1
-    raw = Raw(header, calls, (Group(""), *groups), "black box 2")
+    raw = RankTrace(header, calls, (Group(""), *groups), kind="black box 2")
     return TraceFile(f"{role}{rank}.p{begin}.box", rank, 0, raw)
 
 
@@ -143,10 +143,10 @@ def test_processes_without_a_world_are_counted_by_their_place_in_the_group_that_
     trainers = [_file("train", 0, 10, 50, "a:1", weights(0)), _file("train", 1, 10, 50, "a:1")]
     engines = [_file("engine", rank, 20 + own, 50, "", weights(own)) for own in (3, 1)]
     found = number_worlds(split_worlds([*trainers, *engines]), lambda group: group)
-    assert [file.raw.header.name for file in found] == ["train 0", "train 1", "engine 0", "engine 1"]
-    assert {file.raw.groups[-1].ranks for file in (found[0], *found[2:])} == {(0, 2, 4, 3)}
-    assert [int(file.raw.calls["root"][0]) for file in found] == [2, 1, 2, 2]
-    assert found[0].raw.header.worlds == (World("train", 0, 2), World("engine", 2, 2))
+    assert [file.trace.header.name for file in found] == ["train 0", "train 1", "engine 0", "engine 1"]
+    assert {file.trace.groups[-1].ranks for file in (found[0], *found[2:])} == {(0, 2, 4, 3)}
+    assert [int(file.trace.calls["root"][0]) for file in found] == [2, 1, 2, 2]
+    assert found[0].trace.header.worlds == (World("train", 0, 2), World("engine", 2, 2))
 
 
 def test_names_of_ranks_in_sentences() -> None:

@@ -88,7 +88,7 @@ def test_without_the_part_in_c_nothing_is_recorded_and_the_program_runs(
     """One warning says what to install; `dump --list` does not call it running."""
     monkeypatch.setitem(sys.modules, "allranks.recording._fast", None)
     monkeypatch.delattr("allranks.recording._fast", raising=False)
-    with pytest.warns(RuntimeWarning, match="recording disabled: its part in C .*C compiler") as told:
+    with pytest.warns(RuntimeWarning, match="recording disabled: its C extension .*C compiler") as told:
         recorder = allranks.record()
     assert "NotRecording" not in str(told[0].message)
     assert not recorder.active

@@ -1,7 +1,7 @@
 """Writes black box files (layout: blackbox/layout.py). No torch.
 
-`Box` is the rank's own. Every store is plain memory in a shared mapping: the kernel keeps it when the process dies in any way.
-It makes the box and fills its header and heap; the rows are written by `recording/_fast.c`.
+`Box` creates the file and writes its header and heap; `recording/_fast.c` writes the rows. The file is a shared mapping, so
+its content survives any death of the process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Box:
         self._appending = False
 
     def open(self) -> None:
-        """Makes and maps the file; OSError when there is no room or no permission."""
+        """Creates and maps the file; OSError without space or permission."""
         make_folder(self.path.parent)
         size = self.heap_offset + self.heap_bytes
         fd = reserve_file(self.path, size)
@@ -66,16 +66,16 @@ class Box:
         return int(self.words[FIELD[field]])
 
     def mark_closed(self, how: str, now_ns: int) -> None:
-        """Marks the box as closed on purpose; the first reason is kept."""
+        """Marks the box as closed; the first reason is kept."""
         if self.words[FIELD["closed_ns"]] == 0:
-            # the whole text first: an agent may read in between
+            # the text comes before the time, because an agent may read in between
             for field, size in (("exit_message", EXIT_MESSAGE_BYTES), ("closed", CLOSED_BYTES)):
                 offset = HEADER.fields[field][1]  # type: ignore[index]
                 self.memory[offset : offset + size] = shorten(how, size - 1).ljust(size, b"\0")
             self.words[FIELD["closed_ns"]] = now_ns
 
     def intern(self, kind: Item, payload: object) -> int:
-        """The id of this payload, appended to the heap when it is new; 0 when the heap is full."""
+        """The id of a payload, which is appended to the heap if it is new; 0 if the heap is full."""
         text = json.dumps(payload, separators=(",", ":"), ensure_ascii=False)
         if (known := self._items.get((kind, text))) is not None:
             return known
@@ -86,13 +86,13 @@ class Box:
             return known
 
     def append(self, kind: Item, payload: object) -> int:
-        """Appends an item even when an equal one exists (a new group of an old name, newer facts)."""
+        """Appends an item even if an equal one exists, such as a new group with an old name."""
         text = json.dumps(payload, separators=(",", ":"), ensure_ascii=False)
         with self._heap_lock:
             return self._append(kind, text)
 
     def _append(self, kind: Item, text: str) -> int:
-        """Called under the lock, which lets a signal handler of the same thread in: that one gets id 0."""
+        """Called under the lock. A signal handler in the same thread can enter again and gets id 0."""
         if self._appending:
             return 0
         self._appending = True
@@ -114,6 +114,6 @@ class Box:
             self._appending = False
 
     def close(self) -> None:
-        """Unmaps the file; it stays on disk."""
+        """Unmaps the file, which stays on disk."""
         self.words.release()
         self.memory.close()

@@ -1,7 +1,7 @@
-"""Where black boxes live, and how their files are made: 0700 folder, 0600 file, every byte reserved up front.
+"""Folders and files of black boxes: 0700 folders, 0600 files, and removal of old ones. Runs in the rank and the agent.
 
-Runs in the rank. A page of a full tmpfs kills the writer with SIGBUS when it is first touched, so the whole
-file is reserved with posix_fallocate before it is mapped: a full disk is an OSError here and never a crash later.
+Touching a new page of a full tmpfs kills the process with SIGBUS. The whole file is therefore reserved with posix_fallocate
+before it is mapped, so that a full disk is an OSError.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from allranks.blackbox.header import HEADER_BYTES, find_header
 from allranks.blackbox.layout import DEFAULT_CAPACITY, DEFAULT_HEAP_BYTES, ring_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
-MAX_LEFT_BYTES = 256 << 20  # of all finished jobs together: shared memory is memory
-NEW_S = 600.0  # a job that was heard of so lately may still run
+MAX_LEFT_BYTES = 256 << 20  # limit for all finished jobs together, because shared memory is memory
+NEW_S = 600.0  # a job with activity this recent may still be running
 SMALL_BYTES = 4096  # token and names of a job that is not recorded
-KEPT_BOXES = 3  # of ended processes of one rank of a running job
-KEEP_S = 3 * 86_400.0  # boxes of ended processes in our own folders live this long
+KEPT_BOXES = 3  # boxes of exited processes that are kept per rank of a running job
+KEEP_S = 3 * 86_400.0  # how long boxes of exited processes are kept
 
 
 def base_folder(uid: int | None = None) -> Path:
-    """The folder that holds all of one user's jobs on this machine."""
+    """The folder of all jobs of one user on this machine."""
     root = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     return root / f"allranks-{os.getuid() if uid is None else uid}"
 
@@ -40,9 +40,9 @@ def job_folder(job: str) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder, 0700 if new or below our own; refuses one that another user owns or that is a link."""
+    """Creates the folder with mode 0700; PermissionError if our base folder belongs to another user or is a link."""
     bases = [base for base in _bases() if folder.is_relative_to(base)]
-    for base in bases:  # first: nothing is made in a folder of somebody else, or where his link leads
+    for base in bases:  # checked first, so that nothing is created in another user's folder
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_ours(base)
     missing = [folder, *folder.parents]
@@ -54,16 +54,16 @@ def make_folder(folder: Path) -> None:
 
 
 def _check_ours(folder: Path) -> None:
-    """Somebody else may have made this name in a world-writable place before us."""
+    """Raises PermissionError if another user has created this name in a world-writable folder."""
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to uid {facts.st_uid}, not to us")
+        raise PermissionError(f"{folder} belongs to uid {facts.st_uid}, not to uid {os.getuid()}")
     if stat.S_IMODE(facts.st_mode) & 0o077:
         folder.chmod(0o700)
 
 
 def reserve_file(path: Path, size: int) -> int:
-    """Makes a new file of `size` reserved bytes and returns its descriptor. Never reuses a file."""
+    """Creates a new file with `size` reserved bytes and returns its descriptor. Never reuses a file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)
@@ -75,21 +75,21 @@ def reserve_file(path: Path, size: int) -> int:
 
 
 def room_for_box(capacity: int = DEFAULT_CAPACITY, heap_bytes: int = DEFAULT_HEAP_BYTES) -> int:
-    """The size of a black box, in whole megabytes: what a folder must have room for."""
+    """The size of a black box, rounded up to whole megabytes."""
     return -(-(HEADER_BYTES + ring_bytes(capacity) + heap_bytes) >> 20) << 20
 
 
 def usable_folder(wanted: Path | None, job: str, record: bool = True) -> tuple[Path, str]:
-    """The folder for a job's black boxes (without `record` only logs and small files), and what is wrong with the wanted one ("" when that is taken).
+    """(folder for a job's black boxes, problem of the wanted folder, or ""). Without `record`, for small files only.
 
-    OSError when there is no folder at all. The last resort has a name that nobody can take before us, as anybody can the others.
+    OSError if no folder is usable. The last resort is a random name, because another user may have taken the others.
     """
     wanted_first = [wanted] if wanted is not None else []
     size, problem = room_for_box() if record else SMALL_BYTES, ""
     for folder in [*wanted_first, job_folder(job), fallback_folder(job)]:
         try:
             make_folder(folder)
-            _try_out(folder, size)
+            _probe(folder, size)
             return folder, problem
         except OSError as error:
             problem = problem or f"{folder} cannot hold black boxes: {error.strerror or error}"
@@ -98,21 +98,21 @@ def usable_folder(wanted: Path | None, job: str, record: bool = True) -> tuple[P
     except OSError:
         raise OSError(problem) from None
     try:
-        _try_out(folder, size)
+        _probe(folder, size)
     except OSError:
         folder.rmdir()
         raise OSError(problem) from None
     return folder, problem
 
 
-def _try_out(folder: Path, size: int) -> None:
+def _probe(folder: Path, size: int) -> None:
     probe = folder / f".probe-{os.getpid()}"
     os.close(reserve_file(probe, size))
     probe.unlink()
 
 
 def fallback_folder(job: str) -> Path:
-    """Where a job's boxes go when shared memory has no room."""
+    """The folder for a job's boxes if shared memory is full."""
     return Path(tempfile.gettempdir()) / base_folder().name / job_folder(job).name
 
 
@@ -121,7 +121,7 @@ def _bases() -> set[Path]:
 
 
 def job_folders() -> list[Path]:
-    """Every folder of this machine that may hold boxes of this user's jobs; none that somebody else made in our name."""
+    """Every folder of this machine that may hold boxes of this user's jobs."""
     found = []
     for base in _bases():
         with contextlib.suppress(FileNotFoundError):
@@ -130,7 +130,7 @@ def job_folders() -> list[Path]:
 
 
 def recorded_users() -> set[int]:
-    """Who has recorded jobs on this machine: their folders are readable to themselves and to root only."""
+    """The uids that have recorded jobs on this machine."""
     found = set()
     for base in base_folder().parent.glob("allranks-[0-9]*"):
         with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ def recorded_users() -> set[int]:
 
 
 def hint_at_other_users(uids: Iterable[int]) -> str:
-    """How to see the jobs of those of these users who are not this one; "" when there are none."""
+    """How to see the jobs of other users; "" if there are none."""
     others = [_user_name(uid) for uid in sorted({*uids} - {os.getuid()})]
     if not others:
         return ""
@@ -155,7 +155,7 @@ def _user_name(uid: int) -> str:
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """The folders in a folder; none of one that cannot be listed, or that somebody removes meanwhile."""
+    """The subfolders of a folder; [] if it cannot be listed."""
     try:
         return [path for path in folder.iterdir() if path.is_dir()]
     except OSError:
@@ -163,8 +163,10 @@ def subfolders(folder: Path) -> list[Path]:
 
 
 def remove_earlier(folder: Path, begins: str, rank: int, keep: int = KEPT_BOXES) -> None:
-    """Removes boxes of ended processes of one rank but the newest ones: a job that runs for weeks restarts ranks often.
-    The evidence of an incident lies in its own folder. `begins`: how the names of the job's boxes begin."""
+    """Removes the boxes of exited processes of one rank, except the newest: a long job restarts its ranks often.
+
+    Incidents have their own copies. `begins` is the prefix of the job's box names.
+    """
     ended = []
     for path in folder.iterdir():
         found = re.fullmatch(rf"{re.escape(begins)}\d+\.r{rank}\.p(\d+)(\.\w+)?\.box", path.name)
@@ -175,7 +177,7 @@ def remove_earlier(folder: Path, begins: str, rank: int, keep: int = KEPT_BOXES)
 
 
 def remove_old(now: float | None = None) -> None:
-    """Removes boxes of processes that are gone from this user's default folders, so that they do not eat memory."""
+    """Removes old boxes of exited processes from this user's default folders."""
     limit = (time.time() if now is None else now) - KEEP_S
     for folder in job_folders():
         for place, _, names in os.walk(folder, topdown=False):
@@ -190,9 +192,9 @@ def remove_old(now: float | None = None) -> None:
 
 
 def remove_finished(keep: Path | None = None, max_bytes: int = MAX_LEFT_BYTES) -> list[Path]:
-    """Removes folders of finished jobs, the oldest first, until what finished jobs leave is within the limit.
+    """Removes folders of finished jobs, oldest first, until the rest is within the limit; returns the removed folders.
 
-    Returns what was removed. `keep` stays whatever it holds.
+    `keep` is never removed.
     """
     sizes = {
         folder: folder_bytes(folder) for folder in job_folders() if folder != keep and not _in_use(folder)
@@ -208,9 +210,9 @@ def remove_finished(keep: Path | None = None, max_bytes: int = MAX_LEFT_BYTES) -
 
 
 def folder_bytes(folder: Path) -> tuple[int, float]:
-    """(bytes in a folder and below, when one of its files was changed last)."""
+    """(total bytes of a folder, latest modification time of its files)."""
     size, newest = 0, 0.0
-    with contextlib.suppress(FileNotFoundError):  # another run removes it meanwhile
+    with contextlib.suppress(FileNotFoundError):  # removed by another run
         for path in folder.rglob("*"):
             with contextlib.suppress(OSError):
                 facts = path.lstat()
@@ -220,8 +222,10 @@ def folder_bytes(folder: Path) -> tuple[int, float]:
 
 
 def _in_use(folder: Path) -> bool:
-    """Whether a process that writes here, or the agent of the job, still runs; a sign of life of late counts too: the
-    processes of a container may not be seen from here. Another run may remove the folder meanwhile."""
+    """Whether a writer of these boxes or the agent of the job is running, or was active recently.
+
+    Recent activity counts because processes of a container may be invisible from here.
+    """
     try:
         heads = [find_header(path) for path in folder.rglob("*.box*")]
         signs = [head.last_sign_ns / 1e9 for head in heads if head is not None]

@@ -1,7 +1,7 @@
-"""The header of a black box: who writes it and how far that rank is. Read with `struct` alone, so that processes
-which must start in no time need no numpy. Also: whether the writer still runs.
+"""The header of a black box: its writer and the writer's progress. Also checks whether a process is alive.
 
-Eight-byte fields are written with single aligned stores; a reader sees the old value or the new one.
+Parsed with `struct`, without numpy, for processes that must start fast. Eight-byte fields are written with single aligned
+stores, so a reader sees either the old or the new value.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Header(NamedTuple):
     world_size: int
     local_rank: int
     attempt: int
-    pid: int  # as the rank itself sees it: inside its PID namespace
+    pid: int  # in the rank's own PID namespace
     start_ns: int
-    start_ticks: int  # /proc/PID/stat field 22, so that a reused pid is not mistaken
+    start_ticks: int  # /proc/PID/stat field 22, to detect a reused pid
     step: int
     step_ns: int
     calls_started: int
@@ -50,48 +50,48 @@ class Header(NamedTuple):
     phase: int  # NAME id
     closed_ns: int  # 0 while running or after a sudden death
     closed_bytes: bytes  # the beginning of `exit_message`
-    inside: int  # NAME id of the function of trace.SETUP_CALLS that was entered and not left
+    inside: int  # NAME id of the function in trace.SETUP_CALLS that the rank is in
     inside_ns: int
-    setups: int  # how many of those functions were finished
+    setups: int  # finished calls of those functions
     exit_message: bytes = b""  # see `closed`
-    loss: float = 0.0  # that the last step mark gave; 0: none
-    tokens: float = 0.0  # of this rank in its last whole step; 0: none given
+    loss: float = 0.0  # of the last step mark; 0: none
+    tokens: float = 0.0  # of this rank in its last complete step; 0: none
     flops: float = 0.0
-    taken_ns: int = 0  # of a copy made while the process still ran
-    path: Path = Path()  # where it was read
+    taken_ns: int = 0  # when the box was copied, if its process was running
+    path: Path = Path()  # of the file
 
     @property
     def closed(self) -> str:
         """How the rank shut down: "exit", "exit code 3 (sys.exit at FILE:LINE): TEXT", "exception: KIND (FILE:LINE): TEXT",
-        "signal 15"; "" if it did not."""
+        "signal 15"; "" if it is running or was killed."""
         message = self.exit_message.rstrip(b"\0") or self.closed_bytes
         return message.split(b"\0")[0].decode("utf-8", "replace")
 
     @property
     def last_sign_ns(self) -> int:
-        """When the rank was last heard of: a step, a call, or its start."""
+        """Time of the last activity: a step, a call, or the start."""
         return max(self.start_ns, self.step_ns, self.last_call_ns)
 
 
-#: The code of `struct` of every field in the file, in order.
+#: The `struct` codes of the fields in the file.
 CODES = ("8s", *"IIQQQQQQ", *"qqqqqqqqqqqqqQq", f"{CLOSED_BYTES}s", *"Qqq", f"{EXIT_MESSAGE_BYTES}s", *"dddQ")
 STRUCT = struct.Struct("<" + "".join(CODES))
 
 
 def parse_header(data: bytes) -> Header:
-    """The header in these bytes; InputError when they are not a black box that this version can read."""
+    """Parses a header; InputError if this is not a black box or has another layout version."""
     if data[:8] != MAGIC:
         raise InputError("not a black box: it does not begin with ALLRANKS")
     if len(data) < STRUCT.size:
-        raise InputError("cut short inside its header")
+        raise InputError("truncated in its header")
     header = Header(*STRUCT.unpack_from(data))
     if header.version != VERSION:
-        raise InputError(f"layout {header.version} is not known, only {VERSION}")
+        raise InputError(f"layout version {header.version} is not supported, only {VERSION}")
     return header
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
-    """The first bytes of a file; OSError for anything else: a pipe or a device that somebody laid there never ends."""
+    """The first bytes of a regular file; OSError for anything else, such as a pipe, which may never end."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -102,7 +102,7 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """The header of a box; InputError when it is not one or cannot be read. Cheap: one small read."""
+    """Reads the header of a box with one small read; InputError if that is not possible."""
     try:
         data = read_regular(path, STRUCT.size)
     except OSError as error:
@@ -114,7 +114,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def find_header(path: str | os.PathLike[str]) -> Header | None:
-    """The header of a box; None when there is none (yet), or the file is not a box."""
+    """The header of a box; None if the file is missing or not a box."""
     try:
         return read_header(path)
     except InputError:
@@ -122,7 +122,7 @@ def find_header(path: str | os.PathLike[str]) -> Header | None:
 
 
 def shorten(text: str, limit: int) -> bytes:
-    """At most so many bytes, cut between words and marked as cut."""
+    """At most `limit` bytes of a text, truncated between words, with an ellipsis."""
     data = text.encode(errors="replace")
     if len(data) <= limit:
         return data
@@ -134,9 +134,9 @@ def shorten(text: str, limit: int) -> bytes:
 
 
 def process_stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name; [] when there is no such process or no /proc."""
+    """The fields of /proc/PID/stat after the name; [] without such a process or without /proc."""
     try:
-        # Called often: a Path and a text file cost twice as much.
+        # called often: a Path and a text file would cost twice as much
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             return file.read().decode(errors="replace").rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -147,26 +147,26 @@ _PF_EXITING = 0x4  # of the kernel's task flags
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter ("R", "S", "T" stopped, "Z" dead); "" when there is no such process.
+    """The kernel's state letter ("R", "S", "T" stopped, "Z" dead); "" if there is no such process.
 
-    "X" while it is being taken down: a GPU's memory takes half a second.
+    "X" while the kernel tears the process down, which takes half a second with GPU memory.
     """
     return task_state(process_stat(pid))
 
 
 def task_state(fields: Sequence[str]) -> str:
-    """`process_state` of fields that were read already."""
+    """`process_state` from the fields of `process_stat`."""
     exiting = len(fields) > 6 and fields[0] != "Z" and int(fields[6]) & _PF_EXITING
     return "X" if exiting else "".join(fields[:1])
 
 
 def start_ticks(pid: int) -> int:
-    """When a process was started, as the kernel counts; 0 unknown. With the pid it identifies a process for good."""
+    """When a process was started, in kernel ticks; 0 unknown. Pid and start time identify a process uniquely."""
     fields = process_stat(pid)
     return int(fields[19]) if len(fields) > 19 else 0
 
 
 def is_alive(pid: int, ticks: int = 0) -> bool:
-    """Whether the very process still runs: a reused pid does not count, nor does a zombie. `ticks` 0: unknown."""
+    """Whether the process with this pid and start time is running and not a zombie. `ticks` 0: any start time."""
     fields = process_stat(pid)
     return bool(fields) and fields[0] not in "ZX" and (ticks == 0 or int(fields[19]) == ticks)

@@ -1,21 +1,19 @@
-"""The layout of a black box file. `record` writes it in the rank; `load` and `agent` read it from outside.
+"""The layout of a black box file, written by the rank and read by the agent and the commands.
 
     0      header   one HEADER row, 4096 bytes reserved
     4096   ring     `capacity` rows of trace.CALL; record i lives in slot i % capacity
     ...    heap     append-only table items, from `heap_offset`
 
-Heap item: u4 payload length, u2 kind (Item), u2 reserved, u4 id, then the payload as UTF-8 JSON, padded to
-8 bytes. Items are published by raising `heap_used` after the bytes are in place. Ids count from 1 per kind;
-id 0 means none. When the heap is full new items get id 0 and `heap_full` is set: numbers in the record
-(numel, seq, peer) still tell most of the story.
+Heap item: u4 payload length, u2 kind (Item), u2 reserved, u4 id, then the payload as UTF-8 JSON, padded to 8 bytes. An item
+is published by raising `heap_used` after its bytes are written. Ids count from 1 per kind; id 0 means none. If the heap is
+full, new items get id 0 and `heap_full` is set; the numbers in the rows (numel, seq, peer) are still recorded.
 
-The header's `next_id` may lag behind the newest row by one per recording thread; a row's `begin` is the truth.
+The header's `next_id` may lag behind the newest row by one per recording thread; `begin` in a row is authoritative.
 
-A row is written in ascending order: `begin` first, `end` last. A reader of a living file therefore reads the `end`
-column first, then the rows, then the `begin` column: a row is whole when `end` before and `begin` after name the
-same record (see `whole_rows`). Comparing begin and end of one copy alone is not enough: the copy may have passed
-`begin` before and `end` after the writer filled what lies between. Later changes of a row (completed_ns, then
-state and flags) are single eight-byte stores and need no protection.
+A row is written in ascending order, `begin` first and `end` last. A reader of a live file therefore reads the `end` column,
+then the rows, then the `begin` column. A row is whole if the earlier `end` and the later `begin` name the same record (see
+`whole_rows`). `begin` and `end` of a single copy are not enough, because the writer may fill the fields in between while
+they are copied. Later changes of a row (completed_ns, then state and flags) are single eight-byte stores.
 """
 
 from __future__ import annotations
@@ -30,18 +28,18 @@ from allranks.model.trace import CALL
 
 ITEM_HEADER_BYTES = 12
 DEFAULT_CAPACITY = 2000
-#: Ranks in a row, equally far apart, that are written as a range: a world of 100,000 ranks would fill the heap.
+#: So many equidistant ranks are written as a range: 100,000 single ranks would fill the heap.
 MIN_RANGE = 16
-DEFAULT_HEAP_BYTES = 1 << 20  # reserved up front: touching a page of a full tmpfs would kill the rank
+DEFAULT_HEAP_BYTES = 1 << 20
 
 
 class Item(IntEnum):
     """Kinds of heap items and their JSON payloads."""
 
-    # {"host", "job", "backend", "versions": {}, "argv": [], "role", "rendezvous": [address, world size, line, store], "launched": the same,
-    # "first_error": [`begin` of a call, text]}; later ones override earlier ones
+    # {"host", "job", "backend", "versions": {}, "argv": [], "role", "rendezvous": [address, world size, line, store],
+    # "launched": as rendezvous, "first_error": [`begin` of a call, text]}; later items override earlier ones
     META = 1
-    # [name, desc, [ranks], backend], of a group that does not meet where the world does also [store, own number]; in ranks,
+    # [name, desc, [ranks], backend], plus [store, own number] if the group has another store than the world; in ranks,
     # [8, 800, 8] stands for range(8, 800, 8)
     GROUP = 2
     NAME = 3  # "all_reduce"
@@ -52,7 +50,6 @@ class Item(IntEnum):
 
 
 _DTYPES = {"I": "<u4", "Q": "<u8", "q": "<i8", "8s": "S8", "64s": "S64", "512s": "S512", "d": "<f8"}
-#: The header as a row.
 HEADER = np.dtype(
     [
         (name.replace("closed_bytes", "closed"), _DTYPES[code])
@@ -63,7 +60,7 @@ assert HEADER.itemsize == STRUCT.size <= HEADER_BYTES
 
 
 def packed_ranks(ranks: Sequence[int]) -> list[int | list[int]]:
-    """The members of a group as a GROUP item lists them, in their order."""
+    """The members of a group as listed in a GROUP item, in order."""
     packed: list[int | list[int]] = []
     start = 0
     while start < len(ranks):
@@ -81,17 +78,17 @@ def packed_ranks(ranks: Sequence[int]) -> list[int | list[int]]:
 
 
 def wakeup_address(agent_pid: int) -> str:
-    """Where a rank sends a wake-up (one datagram, without content) when its agent should look at the boxes now."""
+    """The socket address for a datagram that makes the agent read the boxes now."""
     return f"\0allranks-agent-{agent_pid}"
 
 
 def file_name(job: str, attempt: int, rank: int, pid: int) -> str:
-    """The name of a rank's black box; never reused by a later attempt or process."""
+    """The file name of a rank's black box, unique per attempt and process."""
     return f"{job_prefix(job)}{attempt}.r{rank}.p{pid}.box"
 
 
 def job_prefix(job: str) -> str:
-    """How the names of a job's black boxes begin."""
+    """The prefix of the names of a job's black boxes."""
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in job) or "job"
     return f"{safe}.a"
 
@@ -99,9 +96,8 @@ def job_prefix(job: str) -> str:
 def whole_rows(
     rows: np.ndarray, begins_after: np.ndarray, ends_before: np.ndarray | None = None
 ) -> np.ndarray:
-    """Which copied rows are whole. For a living writer both columns must come from reads of their own:
-    `ends_before` from one made before the rows were copied, `begins_after` from one made after it.
-    """
+    """Which copied rows are whole. While the writer is alive, `ends_before` must be read before the rows and
+    `begins_after` after them."""
     mask: np.ndarray = (rows["begin"] != 0) & (rows["begin"] == rows["end"]) & (rows["begin"] == begins_after)
     return mask if ends_before is None else mask & (rows["begin"] == ends_before)
 

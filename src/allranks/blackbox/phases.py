@@ -1,8 +1,7 @@
-"""What a rank does besides training steps, as marks in its black box: saving, restoring, healing, regrouping, evaluation.
+"""Phases of a rank other than training steps, marked in its black box: saving, restoring, healing, evaluation.
 
-A small ring in the unused half of the header page, so that an agent reads it together with the header. The rank writes
-a few words when a phase begins and one when it ends; short phases between two samples of the agent are all there.
-Importable by every part: `during("saving")` does nothing where nothing is recorded.
+The marks form a small ring in the unused half of the header page, which an agent reads together with the header. So phases
+that are shorter than the agent's sampling interval are not lost. `during("saving")` does nothing without a recorder.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ OFFSET, SLOTS = 2048, 48  # of the header page
 _ENTRY = struct.Struct("<16sqq")
 _COUNT = struct.Struct("<q")
 FIRST = "first step"  # from the first progress mark of a process to its second
-GC, GC_NS = "gc", 10_000_000  # a pause by garbage collection, and the shortest one that is marked
+GC, GC_NS = "gc", 10_000_000  # a garbage collection, and the shortest one that is marked
 
 
 class PhaseMark(NamedTuple):
-    """One phase. Epoch nanoseconds; `end_ns` 0: not ended."""
+    """One phase, in epoch nanoseconds. `end_ns` is 0 until it ends."""
 
     name: str
     begin_ns: int
@@ -35,7 +34,7 @@ class PhaseMark(NamedTuple):
 
 
 class _Marks:
-    """Of the box of this process; None: nothing is recorded."""
+    """The state of this process. `box` is None if nothing is recorded."""
 
     box: Box | None = None
     pid = 0
@@ -44,7 +43,7 @@ class _Marks:
 
 
 def attach(box: Box | None) -> None:
-    """From now on phases of this process go into this box."""
+    """Writes the phases of this process into this box from now on."""
     _Marks.box, _Marks.pid, _Marks.lock = box, os.getpid(), threading.Lock()
     if _collected in gc.callbacks:
         gc.callbacks.remove(_collected)
@@ -53,7 +52,7 @@ def attach(box: Box | None) -> None:
 
 
 def _collected(phase: str, info: dict[str, int]) -> None:
-    """Marks a full collection that took long. Never waits: it may run while this thread writes another mark."""
+    """Marks a slow full collection. Does not wait for the lock: this thread may hold it."""
     if info["generation"] < 2:
         return
     now = time.time_ns()
@@ -67,7 +66,7 @@ def _collected(phase: str, info: dict[str, int]) -> None:
 
 
 def begin(name: str) -> int:
-    """Marks the beginning of a phase and returns its number, 0 where nothing is recorded."""
+    """Marks the beginning of a phase and returns its number; 0 without a recorder."""
     if _Marks.box is None or os.getpid() != _Marks.pid:
         return 0
     with _Marks.lock:
@@ -75,15 +74,15 @@ def begin(name: str) -> int:
 
 
 def _mark(name: str, begin_ns: int, end_ns: int) -> int:
-    """Under the lock."""
+    """Writes a mark. Called under the lock."""
     box = _Marks.box
     if box is None or os.getpid() != _Marks.pid:
         return 0
-    with suppress(ValueError):  # a box that was closed meanwhile
+    with suppress(ValueError):  # the box was closed meanwhile
         memory = box.memory
         number = int(_COUNT.unpack_from(memory, OFFSET)[0]) + 1
         at = _offset(number)
-        struct.pack_into("<q", memory, at + 16, 0)  # a reader passes over an entry that is being written
+        struct.pack_into("<q", memory, at + 16, 0)  # readers skip an entry while it is written
         memory[at : at + 16] = name.encode("utf-8", "replace")[:16].ljust(16, b"\0")
         struct.pack_into("<q", memory, at + 24, end_ns)
         struct.pack_into("<q", memory, at + 16, begin_ns)
@@ -93,7 +92,7 @@ def _mark(name: str, begin_ns: int, end_ns: int) -> int:
 
 
 def end(number: int) -> None:
-    """Marks the end of the phase that `begin` gave this number."""
+    """Marks the end of the phase with this number."""
     box = _Marks.box
     if not number or box is None or os.getpid() != _Marks.pid:
         return
@@ -104,7 +103,7 @@ def end(number: int) -> None:
 
 @contextmanager
 def during(name: str) -> Iterator[None]:
-    """The block is a phase of this rank."""
+    """Marks the block as a phase."""
     number = begin(name)
     try:
         yield

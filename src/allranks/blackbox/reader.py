@@ -1,11 +1,8 @@
-"""Reads black boxes, also while their rank writes to them and also cut short. No torch, no help from the rank.
+"""Reads black boxes, also truncated ones and ones that a rank is writing to. No torch.
 
-The ring is copied once, in the order of its records. Only rows near the place where the rank writes can change under the
-reader; the header tells where that is. Those few are read three times more: their `end`, then the rows, then their `begin`. A
-row is whole when all agree (see blackbox/layout.py); rows that are not are left out and counted as torn.
-
-Then the used heap is read (`tables.py`). Nothing in the bytes is ever executed. `header.py` reads the header alone, several
-times a second if need be.
+The ring is copied once, in record order. Only rows near the rank's write position, which is in the header, can change
+meanwhile. Those are read again: their `end`, then the rows, then their `begin`. A row is whole if all agree (see
+blackbox/layout.py); other rows are skipped and counted as torn. Then the heap is read (`tables.py`).
 """
 
 from __future__ import annotations
@@ -31,22 +28,19 @@ from allranks.model.trace import (
     Group,
     Progress,
     RankTrace,
-    Raw,
     Rendezvous,
     Shapes,
     State,
     TraceHeader,
 )
 
-#: How far the header may lag behind the rows: one record per recording thread.
-LAG = 64
-#: How often a ring that changes too fast is copied at most.
-LOOKS = 5
+LAG = 64  # how far the header may lag behind the rows: one record per recording thread
+ATTEMPTS = 5  # at copying a ring that changes too fast
 ROW = CALL.itemsize
 
 
 class BytesFile:
-    """A black box that is already in memory (a member of an archive), with the calls that a file needs."""
+    """A black box in memory, such as a member of an archive."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -56,7 +50,7 @@ class BytesFile:
         return self._data[offset : offset + count]
 
     def rows(self, first: int, count: int, turn: int = 0) -> np.ndarray:
-        """The rows of slots first … first+count-1 that are there, beginning with slot first+turn."""
+        """The existing rows of slots first … first+count-1, rotated to begin with slot first+turn."""
         data = self.read(HEADER_BYTES + first * ROW, count * ROW)
         words = np.frombuffer(data, np.uint64, len(data) // ROW * ROW // 8).reshape(-1, ROW // 8)
         return np.roll(words, -turn, axis=0).view(CALL)[:, 0] if turn else words.copy().view(CALL)[:, 0]
@@ -73,7 +67,7 @@ class OpenFile:
         return os.pread(self._fd, min(count, max(0, self.size - offset)), offset)
 
     def rows(self, first: int, count: int, turn: int = 0) -> np.ndarray:
-        """As BytesFile.rows; the kernel puts the two halves of the ring where they belong."""
+        """As BytesFile.rows; one vectored read rotates the ring."""
         offset = HEADER_BYTES + first * ROW
         count = max(0, min(count, (self.size - offset) // ROW))
         rows = np.empty(count, CALL)
@@ -81,7 +75,7 @@ class OpenFile:
         content = rows.view(np.uint8).data
         split = (count - turn) * ROW
         got = os.preadv(self._fd, [content[split:], content[:split]], offset) if count else 0
-        if got < count * ROW:  # the file shrank: what is missing reads as empty slots
+        if got < count * ROW:  # the file shrank: missing rows become empty slots
             rows = np.zeros(count, CALL)
             data = os.pread(self._fd, count * ROW, offset)
             rows.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
@@ -94,8 +88,8 @@ File = BytesFile | OpenFile
 def read_ring(
     file: File, capacity: int, slots: int, next_id: int, now: Callable[[], int] | None
 ) -> tuple[np.ndarray, int]:
-    """(whole rows in record order, torn rows). `slots` of the ring are in the file. `now` reads the header's next_id
-    again; None for a file that nobody writes to."""
+    """(whole rows in record order, number of torn rows). `slots` are in the file. `now` reads next_id again; None if the
+    writer has closed the file."""
     used = min(slots, next_id + LAG)
     turn = next_id % capacity if next_id > capacity == used else 0
     rows = file.rows(0, used, turn)
@@ -104,10 +98,10 @@ def read_ring(
     after = next_id if now is None else now()
     width = after - next_id + 2 * LAG
     if after < next_id or (after > next_id and width >= used):
-        rows, whole = _three_looks(file, used)
-    elif now is not None:  # what it may have written meanwhile, or is writing now, is read again
+        rows, whole = _read_changing(file, used)
+    elif now is not None:  # reads rows again that may have been written meanwhile
         for first, count in _spans(max(0, next_id - LAG), width, capacity, used):
-            again, fine = _look(file, first, count)
+            again, fine = _read_checked(file, first, count)
             at = (np.arange(first, first + len(again)) - turn) % max(1, len(rows))
             rows[at], whole[at] = again, fine
     if bool(whole.all()):
@@ -119,8 +113,8 @@ def read_ring(
 def read_newest(
     file: File, capacity: int, next_id: int, now: Callable[[], int] | None, newest: int
 ) -> np.ndarray | None:
-    """The newest rows of a file that has all its slots, in record order. None when all must be read: there are hardly
-    more, the rank is writing, or a row is torn."""
+    """The newest rows of a complete file, in record order. None if the caller must read all rows: there are few more, the
+    rank is writing, or a row is torn."""
     if newest + LAG >= min(capacity, next_id):
         return None
     near = _spans(next_id - LAG, LAG, capacity, capacity) if now is not None else []
@@ -139,7 +133,7 @@ def read_newest(
 
 
 def _joined(pieces: list[np.ndarray]) -> np.ndarray:
-    """Rows behind each other. Numpy joins words much faster than rows of many columns."""
+    """Concatenates rows as words, which numpy does much faster than with structured rows."""
     if len(pieces) == 1:
         return pieces[0]
     words = np.concatenate([rows.view(np.uint64).reshape(-1, ROW // 8) for rows in pieces])
@@ -147,7 +141,7 @@ def _joined(pieces: list[np.ndarray]) -> np.ndarray:
 
 
 def _spans(first_id: int, width: int, capacity: int, used: int) -> list[tuple[int, int]]:
-    """The slots of `width` records, as (first, count); two when they go round the end of the ring."""
+    """The slots of `width` records as (first, count); two spans if they wrap around the end of the ring."""
     first = first_id % capacity
     spans = [(first, min(first + width, used) - first)]
     if first + width > capacity:
@@ -155,20 +149,20 @@ def _spans(first_id: int, width: int, capacity: int, used: int) -> list[tuple[in
     return [(start, count) for start, count in spans if count > 0]
 
 
-def _three_looks(file: File, used: int) -> tuple[np.ndarray, np.ndarray]:
-    """A ring of which any row may be changing: the best of a few attempts."""
-    best = _look(file, 0, used)
-    for _ in range(LOOKS - 1):
+def _read_changing(file: File, used: int) -> tuple[np.ndarray, np.ndarray]:
+    """Reads a ring in which any row may change: the best of a few attempts."""
+    best = _read_checked(file, 0, used)
+    for _ in range(ATTEMPTS - 1):
         if np.count_nonzero(~best[1]) <= max(8, used // 20):
             break
-        again = _look(file, 0, used)
+        again = _read_checked(file, 0, used)
         if np.count_nonzero(again[1]) > np.count_nonzero(best[1]):
             best = again
     return best
 
 
-def _look(file: File, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, which of them are whole) of some slots, by three readings."""
+def _read_checked(file: File, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, which of them are whole), from three reads."""
     copies = [file.rows(first, count) for _ in range(3)]
     length = min(len(copy) for copy in copies)
     before, rows, after = (copy[:length] for copy in copies)
@@ -176,7 +170,7 @@ def _look(file: File, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _in_order(rows: np.ndarray) -> np.ndarray:
-    """Rows by record id, a repeated id kept once."""
+    """Rows sorted by record id, without duplicates."""
     ids = np.ascontiguousarray(rows["begin"])
     if len(rows) > 1 and (ids[1:] <= ids[:-1]).any():
         rows = rows[np.unique(ids, return_index=True)[1]]
@@ -187,37 +181,36 @@ MAX_BYTES = 1 << 30  # of a ring
 MAX_HEAP_BYTES = 256 << 20
 _FLAG_MASK = 0x7F
 _HUGE = 1 << 62
-#: The columns of ids stand side by side; as words of four bytes they are these.
+#: The columns of ids, which are adjacent four-byte words.
 _ID_COLUMNS = ("group", "op", "shapes", "stack", "label")
 _FIRST_ID = int(CALL.fields["group"][1]) // 4  # type: ignore[index]
 
 
 def read_trace(box: str | os.PathLike[str] | bytes, tables: Tables | None = None) -> RankTrace:
-    """Everything in one box, given by its path or its bytes. InputError when it is none. Boxes of one program with the same `tables`
-    are read faster."""
+    """Reads one box from its path or its bytes. Boxes of one program share `tables`, which is faster."""
     tables = tables or Tables()
     if isinstance(box, bytes):
-        raw, path = read_box(BytesFile(box), tables), ""
+        trace, path = read_box(BytesFile(box), tables), ""
     else:
         with opened_box(box) as file:
-            raw, path = read_box(file, tables), os.fspath(box)
-    return raw.as_trace(*tables.freeze(), path)
+            trace, path = read_box(file, tables), os.fspath(box)
+    return trace.with_tables(*tables.freeze(), path)
 
 
 def read_rows(path: str | os.PathLike[str], header: Header) -> np.ndarray:
-    """The whole rows of a box in order, their ids those of the file; InputError when it cannot be read."""
+    """The whole rows of a box in order, with the ids of the file."""
     with opened_box(path) as file:
         return _rows(file, header, MAX_BYTES, [])[0]
 
 
 def copy_box(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a box as a file of its own: rows that were being written are left out. It says that its process ran."""
+    """The bytes of a box as a new file, without torn rows, marked with the time if its process is running."""
     with opened_box(path) as box:
         header = parse_header(box.read(0, STRUCT.size))
         rows, _, slots = _rows(box, header, MAX_BYTES, [])
         ring = np.zeros(slots, CALL)
         ring[((rows["begin"] - 1) % np.uint64(header.capacity)).astype(np.int64)] = rows
-        # The header and the heap come last: they know every record and id that the rows mention.
+        # header and heap are read last, so that they include every record and id in the rows
         head, runs = bytearray(box.read(0, HEADER_BYTES)), is_alive(header.pid, header.start_ticks)
         if runs and not header.closed_ns:
             struct.pack_into("<Q", head, STRUCT.size - 8, time.time_ns())
@@ -236,7 +229,7 @@ def opened_box(path: str | os.PathLike[str]) -> Iterator[OpenFile]:
 def _rows(
     file: File, header: Header, max_bytes: int, notes: list[str], newest: int = 0
 ) -> tuple[np.ndarray, int, int]:
-    """(whole rows in record order, torn rows, slots that are there); only so many of the newest rows, if that is given."""
+    """(whole rows in record order, torn rows, slots in the file); only the `newest` rows if that is not 0."""
     slots = _capacity(header, file.size, max_bytes, notes)
 
     def now() -> int:
@@ -250,15 +243,14 @@ def _rows(
     return rows, torn, slots
 
 
-def read_box(file: File, tables: Tables, max_bytes: int = MAX_BYTES, newest: int = 0) -> Raw:
-    """The content of a black box, or only so many of its newest calls. Raises InputError when not even the header can
-    be used."""
+def read_box(file: File, tables: Tables, max_bytes: int = MAX_BYTES, newest: int = 0) -> RankTrace:
+    """Reads a black box, or only its `newest` calls, into a trace without tables. InputError if the header is unusable."""
     head = parse_header(file.read(0, STRUCT.size))
     notes: list[str] = []
     rows, torn, slots = _rows(file, head, max_bytes, notes, newest)
     older = max(0, min(slots, head.next_id) - len(rows) - torn) if len(rows) == newest else 0
     if not head.closed_ns:
-        # The heap is read behind the rows, so that every id that they mention has been published.
+        # read again after the rows, so that the heap includes every id in them
         head = parse_header(file.read(0, STRUCT.size))
     heap = _read_heap(file, head, tables, notes)
     order = {number: index for index, number in enumerate(sorted(heap.groups), start=1)}
@@ -267,17 +259,17 @@ def read_box(file: File, tables: Tables, max_bytes: int = MAX_BYTES, newest: int
         _add_sizes(calls, tables)
         notes.append("the heap of the black box is full: some stacks and sizes are not recorded")
     if torn > 1:
-        notes.append(f"{torn} records were being written")
+        notes.append(f"{torn} records were incomplete because the rank was writing them")
     phase, inside = (tables.names[heap.ids[Item.NAME].get(name, 0)] for name in (head.phase, head.inside))
-    return Raw(
+    return RankTrace(
         _trace_header(head, heap),
         calls,
         (Group(""), *(heap.groups[number] for number in order)),
-        f"black box {head.version}",
-        _progress(head, phase, inside, heap.meta.get("first_error")),
-        tuple(notes),
-        torn,
-        damaged=any(note.startswith("cut short") for note in notes),
+        progress=_progress(head, phase, inside, heap.meta.get("first_error")),
+        kind=f"black box {head.version}",
+        notes=tuple(notes),
+        torn=torn,
+        damaged=any(note.startswith("truncated") for note in notes),
         threads=heap.threads,
         destroyed={order[number]: when for number, when in heap.destroyed.items() if number in order},
         older=older,
@@ -285,17 +277,17 @@ def read_box(file: File, tables: Tables, max_bytes: int = MAX_BYTES, newest: int
 
 
 def _capacity(head: Header, size: int, max_bytes: int, notes: list[str]) -> int:
-    """The slots that are really there."""
+    """The number of slots in the file."""
     if head.record_bytes != CALL.itemsize:
-        raise InputError(f"records of {head.record_bytes} bytes, not {CALL.itemsize}")
+        raise InputError(f"records have {head.record_bytes} bytes instead of {CALL.itemsize}")
     capacity: int = head.capacity
     if capacity < 1:
-        raise InputError("a ring of no records")
+        raise InputError("the ring has no records")
     there = max(0, size - HEADER_BYTES) // CALL.itemsize
     if capacity > there:
-        notes.append(f"cut short: {there} of {capacity} slots are there")
+        notes.append(f"truncated: only {there} of {capacity} slots")
     if min(capacity, there) * CALL.itemsize > max_bytes:
-        raise InputError(f"a ring of {capacity} records is beyond the limit of {max_bytes} bytes")
+        raise InputError(f"a ring of {capacity} records exceeds the limit of {max_bytes} bytes")
     return min(capacity, there)
 
 
@@ -303,7 +295,7 @@ def _read_heap(file: File, head: Header, tables: Tables, notes: list[str]) -> He
     used = min(head.heap_used, head.heap_bytes, MAX_HEAP_BYTES)
     data = file.read(head.heap_offset, used) if head.heap_offset < _HUGE else b""
     if len(data) < used:
-        notes.append(f"cut short: {len(data)} of {used} heap bytes are there")
+        notes.append(f"truncated: only {len(data)} of {used} heap bytes")
     heap = read_heap(data, tables)
     if heap.bad:
         notes.append(f"{heap.bad} heap items could not be read")
@@ -311,7 +303,7 @@ def _read_heap(file: File, head: Header, tables: Tables, notes: list[str]) -> He
 
 
 def _to_tables(rows: np.ndarray, heap: Heap, order: dict[int, int], notes: list[str]) -> np.ndarray:
-    """Replaces the file's own ids by indices into the shared tables. An id that is not in the heap becomes 0."""
+    """Replaces the ids of the file by indices into the shared tables; an id that is not in the heap becomes 0."""
     if len(rows):
         names = heap.ids[Item.NAME]
         maps = (order, names, heap.ids[Item.SHAPES], heap.ids[Item.STACK], names)
@@ -324,14 +316,14 @@ def _to_tables(rows: np.ndarray, heap: Heap, order: dict[int, int], notes: list[
     if len(rows) and (rows["reduce_op"] >= len(REDUCE_OPS)).any():
         rows["reduce_op"][rows["reduce_op"] >= len(REDUCE_OPS)] = len(REDUCE_OPS) - 1
     if len(rows) and (rows["state"] > max(State)).any():
-        notes.append("some records hold states that are not known")
+        notes.append("some records have unknown states")
         rows["state"][rows["state"] > max(State)] = State.SCHEDULED
     rows["flags"] &= _FLAG_MASK
     return rows
 
 
 def _add_sizes(rows: np.ndarray, tables: Tables) -> None:
-    """Gives calls whose sizes found no room in the heap the number of elements that stands in their row."""
+    """Sets the sizes of calls that did not fit into the heap, from the number of elements in their row."""
     lacking = np.flatnonzero((rows["shapes"] == 0) & ((rows["in_numel"] > 0) | (rows["out_numel"] > 0)))
     pairs = np.stack([rows[name][lacking] for name in ("in_numel", "out_numel")], axis=1)
     known, which = np.unique(pairs, axis=0, return_inverse=True)
@@ -341,13 +333,13 @@ def _add_sizes(rows: np.ndarray, tables: Tables) -> None:
 
 
 def _is_identity(ids: dict[int, int]) -> bool:
-    """Whether 1 → 1, 2 → 2, …: ranks that write alike number alike, so that mostly nothing must be changed."""
+    """Whether ids map to themselves, as is usual for ranks of the same program."""
     return all(map(eq, ids, ids.values())) and next(iter(ids)) == 1 and next(reversed(ids)) == len(ids)
 
 
 def _map(rows: np.ndarray, name: str, ids: dict[int, int]) -> None:
     """Replaces one column's ids."""
-    highest = min(max(ids, default=0), 4 * len(ids) + 1024)  # hostile numbering must not make a large table
+    highest = min(max(ids, default=0), 4 * len(ids) + 1024)  # limits the table for hostile ids
     table = np.zeros(highest + 2, np.uint32)
     for number, index in ids.items():
         if number <= highest:
@@ -380,7 +372,7 @@ def _trace_header(head: Header, heap: Heap) -> TraceHeader:
 
 
 def _rendezvous(value: object) -> Rendezvous:
-    """As it stands in the heap; unknown when that is none."""
+    """A Rendezvous from the heap; an empty one if it is invalid."""
     match value:
         case [str(address), int(size), str(line), *rest] if 0 <= size < 1 << 32:
             return Rendezvous(address[:256], size, line[:256], str(rest[0])[:256] if rest else "")
@@ -401,12 +393,12 @@ def _progress(head: Header, phase: str, inside: str, error: object) -> Progress:
 
 
 def find_boxes(folder: str | os.PathLike[str]) -> list[Path]:
-    """The black boxes under a folder, oldest name first; files that are none are passed over."""
+    """The .box files below a folder, sorted by name."""
     return sorted(path for path in Path(folder).rglob("*.box") if path.is_file())
 
 
 def boxes_of_process(pid: int) -> list[Path]:
-    """The black boxes that a living process writes to, wherever they are; empty when we may not look."""
+    """The black boxes that a running process has mapped; [] without permission."""
     try:
         with open(f"/proc/{pid}/maps") as maps:
             names = {line.split(maxsplit=5)[5].strip() for line in maps if line.rstrip().endswith(".box")}
@@ -416,7 +408,7 @@ def boxes_of_process(pid: int) -> list[Path]:
 
 
 def processes() -> list[int]:
-    """Processes of this machine that we may look into."""
+    """The processes of this machine that we may inspect."""
     return sorted(
         int(path.name) for path in Path("/proc").glob("[0-9]*") if os.access(path / "maps", os.R_OK)
     )

@@ -1,11 +1,8 @@
-"""The tables that all traces of one load share: names, sizes and stacks, each stored once.
+"""Tables of names, sizes and stacks that all traces of one load share.
 
-A thousand ranks run the same program: they share a handful of stacks. Interning them over all files keeps
-memory flat and lets `diagnose` compare indices instead of contents. Groups stay per trace, but equal groups
-are one object, so that 16,384 ranks do not hold 16,384 copies of a member list.
-
-The heap of a black box fills them. The ranks of a job write nearly the same items: each is decoded once per load, and known again
-by its bytes.
+Ranks of a job run the same program and share a few stacks. Interning them over all files saves memory and lets `diagnose`
+compare indices instead of contents. Groups belong to a trace, but equal groups are one object, so that 16,384 ranks do not
+hold 16,384 member lists. Heap items with the same bytes are decoded once per load.
 """
 
 from __future__ import annotations
@@ -21,15 +18,14 @@ from typing import Any
 from allranks.blackbox.layout import ITEM_HEADER_BYTES, Item
 from allranks.model.trace import Frame, Group, Shapes
 
-#: Longest text that is kept of a name; hostile files may hold megabytes.
-MAX_TEXT = 4096
+MAX_TEXT = 4096  # characters of a name, because hostile files may hold megabytes
 MAX_FRAMES = 512
 MAX_MEMBERS = 1 << 20
 
 
 @dataclass
 class Tables:
-    """Grows while files are read; `freeze()` gives the tuples that the traces share. Index 0 means none."""
+    """Filled while files are read; `freeze()` returns the tuples that the traces share. Index 0 means none."""
 
     names: list[str] = field(default_factory=lambda: [""])
     shapes: list[Shapes] = field(default_factory=lambda: [Shapes()])
@@ -62,11 +58,11 @@ class Tables:
         return found
 
     def numel(self, shape: int) -> tuple[int, int]:
-        """Elements over all (inputs, outputs) of a shape; -1 unknown."""
+        """Total elements of (inputs, outputs) of a shape; -1 unknown."""
         return self._shape_numel[shape]
 
     def frame(self, name: str, file: str, line: int) -> int:
-        """The number of a frame, for `stack`."""
+        """The index of a frame, for `stack`."""
         key = (name, file, line)
         found = self._frame_ids.get(key)
         if found is None:
@@ -75,7 +71,7 @@ class Tables:
         return found
 
     def stack(self, frames: tuple[int, ...]) -> int:
-        """The index of a stack, given its frames' numbers, innermost first."""
+        """The index of a stack, given the indices of its frames, innermost first."""
         found = self._stack_ids.get(frames)
         if found is None:
             found = self._stack_ids[frames] = len(self.stacks)
@@ -83,16 +79,16 @@ class Tables:
         return found
 
     def group(self, group: Group) -> Group:
-        """The one object that stands for all equal groups."""
+        """The shared object for all equal groups."""
         return self._groups.setdefault(group, group)
 
     def freeze(self) -> tuple[tuple[str, ...], tuple[Shapes, ...], tuple[tuple[Frame, ...], ...]]:
-        """(names, shapes, stacks) as the tuples that traces hold."""
+        """(names, shapes, stacks) as tuples."""
         return tuple(self.names), tuple(self.shapes), tuple(self.stacks)
 
 
 def _numel(sizes: tuple[tuple[int, ...], ...]) -> int:
-    """Elements over all tensors, kept inside 63 bits."""
+    """Total elements of all tensors; -1 if the number exceeds 63 bits."""
     total = sum(map(prod, sizes))
     return total if -1 <= total < 1 << 63 else -1
 
@@ -102,7 +98,7 @@ _item_header = struct.Struct("<IHHI").unpack_from
 
 @dataclass
 class Heap:
-    """One file's whole heap: per kind, the file's own id -> what it is; names, sizes and stacks by their index in the tables."""
+    """The heap of one file. `ids` maps, per kind, ids of the file to indices in the tables."""
 
     ids: dict[int, dict[int, int]] = field(
         default_factory=lambda: {int(Item.NAME): {}, int(Item.SHAPES): {}, int(Item.STACK): {}}
@@ -111,11 +107,10 @@ class Heap:
     meta: dict[str, Any] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     threads: dict[int, str] = field(default_factory=dict)  # native thread id -> name
-    #: the file's own id of a group -> epoch nanoseconds
-    destroyed: dict[int, int] = field(default_factory=dict)
+    destroyed: dict[int, int] = field(default_factory=dict)  # the file's id of a group -> epoch nanoseconds
 
     def add(self, kind: int, number: int, value: Any) -> None:
-        """An item that is not in the tables."""
+        """Adds an item of a kind that is not in the tables."""
         if kind == Item.GROUP:
             self.groups[number] = value
         elif kind == Item.META:
@@ -126,7 +121,7 @@ class Heap:
 
 
 def read_heap(data: bytes, tables: Tables) -> Heap:
-    """What the bytes of a heap hold, up to where they are cut or make no sense."""
+    """Parses a heap, up to the first truncated or invalid item."""
     heap, items = Heap(), tables.items
     ids = heap.ids
     position, end = 0, len(data)
@@ -141,7 +136,7 @@ def read_heap(data: bytes, tables: Tables) -> Heap:
         if value is None:
             value = items[item] = _decode(tables, kind, item[ITEM_HEADER_BYTES:])
         if value is None:
-            heap.bad += kind in _DECODERS  # a kind of a later version is not ours to judge
+            heap.bad += kind in _DECODERS  # ignores kinds of later versions
         elif kind in ids:
             ids[kind][number] = value
         else:
@@ -150,7 +145,7 @@ def read_heap(data: bytes, tables: Tables) -> Heap:
 
 
 def _decode(tables: Tables, kind: int, payload: bytes) -> Any:
-    """An index into the tables, a Group, or the meta dictionary; None when unreadable."""
+    """An index into the tables, a Group, or the meta dictionary; None if unreadable."""
     try:
         return _DECODERS[kind](tables, json.loads(payload))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
@@ -175,7 +170,7 @@ def _stack(tables: Tables, value: Any) -> Any:
     return tables.stack(tuple(tables.frame(str(n), str(f), int(line)) for n, f, line in value))
 
 
-#: An item's JSON as an index into the shared tables (or a Group, or the meta dictionary); None when it is none.
+#: Kind -> decoder of an item's JSON; see `_decode`.
 _DECODERS: dict[int, Callable[[Tables, Any], Any]] = {
     Item.NAME: lambda tables, value: tables.name(value) if isinstance(value, str) else None,
     Item.STACK: _stack,

@@ -1,7 +1,6 @@
 """Checkpoints in four tiers (memory, peer, NVMe, object store) with one verified restore.
 
-Importing this package imports nothing else: the helper process that writes checkpoints lives here too and
-must start without torch. The public names are loaded on first use.
+Public names are imported on first use, because the helper process imports this package without torch.
 """
 
 from __future__ import annotations

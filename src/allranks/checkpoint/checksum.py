@@ -1,7 +1,6 @@
-"""Checksums of tensor bytes, and the threads that read and hash: fast enough for every byte of every save and load.
+"""Checksums of tensor bytes, and the threads that read and hash them. No torch.
 
-Pure, without torch; used by ranks, by the helper process and by the command. A checksum is always written
-with the name of its algorithm, so that a file made with xxhash is refused, not misread, where it is missing.
+A checksum is stored with its algorithm. Without xxhash, a file that needs it is refused.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ try:  # nine times the speed of sha256, three times that of crc32
 except ImportError:  # pragma: no cover - exercised where the extra is missing
     xxhash = None  # type: ignore[assignment]
 
-#: Read and hashed at once: what was just read is still in the core's own cache, and the GIL changes hands seldom.
+#: Bytes read and then hashed at a time: they are still in the core's cache, and the GIL is rarely handed over.
 READ_BYTES = 512 << 10
-#: Neighbouring shards are read and checked together up to this size: one read for a layer's weight and bias.
+#: Adjacent shards up to this total size are read with one call, for example a layer's weight and bias.
 TOGETHER_BYTES = 1 << 20
 
 
 class _Crc32:
-    """zlib.crc32 in the shape of a hashlib object."""
+    """zlib.crc32 with the interface of a hashlib object."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -40,7 +39,7 @@ class _Crc32:
         return f"{self.value:08x}"
 
 
-#: Every algorithm that checkpoints may name, whether this installation can compute it or not.
+#: Every algorithm that a checkpoint may name, including those that this installation lacks.
 ALGORITHMS = ("crc32", "sha256", "xxh3_128")
 _MAKERS: dict[str, Callable[[], Hasher]] = {"crc32": _Crc32, "sha256": hashlib.sha256}
 if xxhash is not None:
@@ -48,12 +47,12 @@ if xxhash is not None:
 
 
 def best_algorithm() -> str:
-    """The fastest algorithm of this installation: xxh3_128 with the extra [fast], crc32 without."""
+    """The fastest available algorithm: xxh3_128 with the extra [fast], else crc32."""
     return "xxh3_128" if "xxh3_128" in _MAKERS else "crc32"
 
 
 def new_hasher(algorithm: str) -> Hasher:
-    """A hasher by name; a name this installation cannot compute is an error that names the fix."""
+    """A hasher by name; MissingExtra if its library is not installed."""
     make = _MAKERS.get(algorithm)
     if make is not None:
         return make()
@@ -63,7 +62,7 @@ def new_hasher(algorithm: str) -> Hasher:
 
 
 def checksum(data: bytes | memoryview, algorithm: str) -> str:
-    """The checksum of a buffer as hex digits; frees the GIL while it works."""
+    """The checksum of a buffer as hex digits; releases the GIL."""
     hasher = new_hasher(algorithm)
     hasher.update(data)
     return hasher.hexdigest()
@@ -73,13 +72,15 @@ T = TypeVar("T")
 
 
 def cores() -> int:
-    """How many threads read and hash at once."""
+    """Number of threads that read and hash."""
     return max(2, min(8, len(os.sched_getaffinity(0))))
 
 
 def in_threads(count: int, items: Iterable[T], act: Callable[[T], object]) -> None:
-    """Acts on every item, in their order, in a few threads; raises the first error. At Ctrl-C threads that wait for a store
-    are left behind."""
+    """Calls `act` on every item, in order, in up to `count` threads; raises the first error.
+
+    Ctrl-C leaves threads behind that wait for a store.
+    """
     left = list(items)
     left.reverse()
     errors: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""One file out of a checkpoint, and a checkpoint out of one file (or out of a folder of Hugging Face's Trainer)."""
+"""Exports a checkpoint to one file, and imports one from a file or a folder of Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ def export_checkpoint(
     force: bool = False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Writes a single `.safetensors` (the model, by its own names) or `.pt` (the whole state; plain
-    containers and tensors). Returns the names of the tensors of the model. Never overwrites without `force`.
+    """Writes one `.safetensors` file (the model) or one `.pt` file (the whole state; plain containers and tensors).
+
+    Returns the names of the model's tensors. Overwrites an existing file only with `force`.
     """
     target = Path(out)
     if target.suffix not in {".pt", ".safetensors"}:
         raise InputError(
-            f"cannot export to '{target}'", hint="name it .safetensors (model) or .pt (everything)"
+            f"cannot export to '{target}'", hint="use the suffix .safetensors (model) or .pt (whole state)"
         )
     if target.exists() and not force:
-        raise InputError(f"'{target}' exists already", hint="--force overwrites it")
+        raise InputError(f"'{target}' already exists", hint="--force overwrites it")
     base, name = split_address(address)
     with (
         contextlib.closing(open_store(StoreSpec(base, dict(options or {})))) as store,
@@ -55,7 +56,7 @@ def export_checkpoint(
 
 
 def _need_room(state: CheckpointState, target: Path) -> None:
-    """torch and safetensors say of a full disk that something is wrong with the file."""
+    """Raises ENOSPC early: torch and safetensors report a full disk as a problem with the file."""
     tensors = flatten(state.to_dict() if target.suffix == ".pt" else state.model_state_dict).tensors
     needed = sum(tensor.nbytes for tensor in tensors.values())
     if needed > shutil.disk_usage(target.absolute().parent).free:
@@ -72,19 +73,19 @@ def import_checkpoint(
     options: Mapping[str, str] | None = None,
     force: bool = False,
 ) -> str:
-    """Turns a `.pt`, a `.safetensors` or a folder of Hugging Face's Trainer into a checkpoint of ours.
+    """Converts a `.pt` file, a `.safetensors` file or a folder of Hugging Face's Trainer; returns the checkpoint's path.
 
-    Returns its path. A bare state_dict becomes the model of a state without optimizer. Never replaces one without `force`.
+    A bare state_dict becomes a state with a model only. Replaces an existing checkpoint only with `force`.
     """
     path = Path(source)
     raw = _read(path, config or CheckpointLoadConfig())
     if not isinstance(raw, Mapping):
-        raise InputError(f"it holds a {type(raw).__name__}, not a dict of tensors")
+        raise InputError(f"'{path}' contains a {type(raw).__name__}, not a dict of tensors")
     state = state_of(raw)
     model = state.model_state_dict
     if model and not any(isinstance(value, torch.Tensor) for value in model.values()):
         raise InputError(
-            f"'{path}' holds {', '.join(map(repr, list(raw)[:8]))}: none of them is the state_dict of a model",
+            f"'{path}' contains {', '.join(map(repr, list(raw)[:8]))}: none of them is the state_dict of a model",
             hint='save it as {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": N}',
         )
     if step is not None:
@@ -92,7 +93,7 @@ def import_checkpoint(
     backend = Backend(StoreSpec(store, dict(options or {})))
     target = name or checkpoint_name(state.step)
     if not force and has_manifest(backend.store, target):
-        raise InputError(f"'{backend.store.path_of(target)}' exists already", hint="--force replaces it")
+        raise InputError(f"'{backend.store.path_of(target)}' already exists", hint="--force replaces it")
     return backend.save(state, target)
 
 
@@ -100,13 +101,13 @@ def _read(path: Path, config: CheckpointLoadConfig) -> Any:
     if (path / ".metadata").is_file():
         raise InputError(
             f"'{path}' is a folder of plain DCP, whose .metadata is a pickle: reading it may run code",
-            hint="if you trust it, make a .pt of it and import that: python -m "
+            hint="if you trust it, convert it to a .pt file and import that: python -m "
             f"torch.distributed.checkpoint.format_utils dcp_to_torch '{path}' state.pt",
         )
     if path.is_dir():
         return _read_trainer(path, config)
     if not path.is_file():
-        raise InputError(f"no such file or folder: '{path}'", hint=f"what is there: ls '{path.parent}'")
+        raise InputError(f"no such file or folder: '{path}'", hint=f"check the path: ls '{path.parent}'")
     if path.suffix != ".safetensors":
         return read_legacy(path, config)
     from safetensors.torch import load_file
@@ -116,7 +117,7 @@ def _read(path: Path, config: CheckpointLoadConfig) -> Any:
 
 
 def _read_trainer(folder: Path, config: CheckpointLoadConfig) -> StateDict:
-    """What Hugging Face's Trainer or `save_pretrained` wrote: weights in one file or several, and what is beside them."""
+    """Reads the output of Hugging Face's Trainer or `save_pretrained`: weights, optimizer, scheduler, step."""
     model: StateDict = {}
     for file in _weight_files(folder):
         model.update(_read(file, config))
@@ -145,7 +146,7 @@ def _weight_files(folder: Path) -> list[Path]:
                 ]
     raise InputError(
         f"'{folder}' is not a folder of Hugging Face's Trainer",
-        hint="give a .pt, a .safetensors, or a folder with model.safetensors; a checkpoint of ours is copied: "
+        hint="give a .pt file, a .safetensors file or a folder with model.safetensors; to copy an allranks checkpoint: "
         "allranks checkpoint copy",
     )
 

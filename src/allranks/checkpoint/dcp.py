@@ -1,15 +1,15 @@
-"""Our format as storage of plain `torch.distributed.checkpoint` (`save`, `async_save`, `load`): verified and resharding.
+"""Storage reader and writer for plain `torch.distributed.checkpoint` (`save`, `async_save`, `load`).
 
     dcp.save(state_dict, storage_writer=StorageWriter("/nvme/run-1/checkpoint_step_00000500"))
     dcp.load(state_dict, storage_reader=StorageReader("/nvme/run-1/checkpoint_step_00000500"))
 
-Writing: every rank writes one data file and one index, checksummed on the way; the coordinator commits them with the
-manifest: a save that fails leaves nothing that looks like a checkpoint. No pickle: what is neither a tensor nor plain data
-is refused with its path. `load_checkpoint(path)` and `allranks checkpoint` read what comes of it.
+Writing: every rank writes one data file and one index; the coordinator commits them with the manifest. A failed save
+leaves no checkpoint. Nothing is pickled: a value that is neither a tensor nor plain data is refused with its path.
+`load_checkpoint(path)` and `allranks checkpoint` read the result.
 
-Reading: names are the paths in the state, joined by dots: tensors as in `allranks checkpoint show`, and the plain values
-around them (`optimizer_state_dict.param_groups.0.lr`). torch's own HuggingFaceStorageReader reads the tensors of the same
-folders, without checking a single byte.
+Reading: names are the paths in the state, joined by dots, of tensors and of plain values
+(`optimizer_state_dict.param_groups.0.lr`). Every byte is verified. torch's HuggingFaceStorageReader can read the tensors of
+the same folders, without verification.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from allranks.checkpoint.tensors import flatten, memory_of, tensor_names, unflat
 
 @dataclasses.dataclass(frozen=True)
 class RankTicket:
-    """What the coordinator sends to each rank: who it is in this save, with whom, and the attempt's token."""
+    """Sent by the coordinator to each rank: its rank, all ranks of this save, and the token of the attempt."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -52,7 +52,7 @@ class RankTicket:
 
 
 class _Storage:
-    """What reader and writer have in common: one checkpoint by path or URL. `options` are the store's own."""
+    """The path or URL of one checkpoint, for reader and writer. `options` belong to the store."""
 
     def __init__(self, path: str, options: Mapping[str, str] | None = None) -> None:
         self.path = str(path)
@@ -64,7 +64,7 @@ class _Storage:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path or URL may be tried."""
+        """Accepts any path or URL."""
         return True
 
     @contextlib.contextmanager
@@ -82,7 +82,7 @@ class StorageWriter(_Storage, storage.StorageWriter):
         self.step = step
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """Nothing to set up: places are made by the first write."""
+        """Nothing to set up: the first write creates folders."""
 
     def storage_meta(self) -> facts.StorageMeta:
         return facts.StorageMeta(self.path)
@@ -91,7 +91,7 @@ class StorageWriter(_Storage, storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
-        """On the coordinator: one attempt for all."""
+        """On the coordinator: creates one attempt for all ranks."""
         token, ranks = secrets.token_hex(6), tuple(range(len(plans)))
         return [
             dataclasses.replace(plan, storage_data=RankTicket(rank, ranks, token))
@@ -101,7 +101,7 @@ class StorageWriter(_Storage, storage.StorageWriter):
     def write_data(
         self, plan: planning.SavePlan, planner: planning.SavePlanner
     ) -> Future[list[storage.WriteResult]]:
-        """Writes this rank's file and index; both durable when it returns."""
+        """Writes this rank's data file and index; both are durable when it returns."""
         self._ticket: RankTicket = plan.storage_data
         objects, tensors, results = {}, [], []
         for item in plan.items:
@@ -127,7 +127,7 @@ class StorageWriter(_Storage, storage.StorageWriter):
         return done
 
     def finish(self, metadata: facts.Metadata, results: list[list[storage.WriteResult]]) -> None:
-        """On the coordinator: the nested state into its index, then the manifest."""
+        """On the coordinator: writes the nested state into its index, then the manifest."""
         ranks = self._ticket.ranks
         with self._open() as (store, name):
             step = self.step if self.step is not None else step_in_name(name) or 0
@@ -153,7 +153,7 @@ class StorageWriter(_Storage, storage.StorageWriter):
 
 
 def _object(item: planning.WriteItem, planner: Any) -> Any:
-    """The plain value itself; a planner that only gives bytes has pickled it, which is undone without running code."""
+    """The plain value; if the planner has pickled it, it is unpickled without running code."""
     if hasattr(planner, "lookup_object"):
         return planner.lookup_object(item.index)
     data = planner.resolve_data(item)
@@ -177,7 +177,7 @@ def _pieces(
 
 
 def _common(metadata: facts.Metadata, results: Sequence[Sequence[storage.WriteResult]], step: int) -> Any:
-    """The state dict as the user nested it, tensors by name; DCP's planner knows where each name came from."""
+    """The state dict with the user's nesting, which DCP's planner keeps in `planner_data`; tensors by name."""
     objects = {r.index.fqn: r.storage_data for part in results for r in part}
     values = {
         name: objects.get(name) if isinstance(entry, facts.BytesStorageMetadata) else torch.empty(0)
@@ -189,10 +189,10 @@ def _common(metadata: facts.Metadata, results: Sequence[Sequence[storage.WriteRe
 
 
 class StorageReader(_Storage, storage.StorageReader):
-    """Reads one checkpoint by path or URL. `options` are the store's (endpoint, keys …)."""
+    """Reads one checkpoint by path or URL. `options` belong to the store (endpoint, keys …)."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> facts.Metadata:
-        """What DCP's planners need to know."""
+        """The names, shapes and chunks that DCP's planners need."""
         entries: dict[str, facts.TensorStorageMetadata | facts.BytesStorageMetadata] = {}
         with self._open() as (store, name), opened(store, name) as checkpoint:
             for name, stored in checkpoint.table().items():
@@ -219,7 +219,7 @@ class StorageReader(_Storage, storage.StorageReader):
         return plans
 
     def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
-        """Reads and checks each saved chunk once, and copies the wanted regions out of it."""
+        """Reads and verifies each saved chunk once, and copies the requested regions."""
         plain = [item for item in plan.items if item.type == planning.LoadItemType.BYTE_IO]
         wanted = [item for item in plan.items if item.type != planning.LoadItemType.BYTE_IO]
         tensors = [(item, planner.resolve_tensor(item).detach()) for item in wanted]
@@ -237,7 +237,7 @@ class StorageReader(_Storage, storage.StorageReader):
         for item, tensor in tensors:
             planner.commit_tensor(item, tensor)
         for item in plain:
-            # torch.save's bytes, as DCP's planner wants them: made here from plain data, never read from a file
+            # DCP's planner expects bytes of torch.save: made here from plain data, never read from a file
             pickled = io.BytesIO()
             torch.save(objects[item.storage_index.fqn], pickled)
             pickled.seek(0)
@@ -248,7 +248,7 @@ class StorageReader(_Storage, storage.StorageReader):
 
 
 def _objects(checkpoint: Opened) -> dict[str, object]:
-    """Name → plain value of everything that is not a tensor, as DCP's planner names it."""
+    """Name (as in DCP's planner) → value, for everything that is not a tensor."""
     common, _ = skeletons(checkpoint, 0)
     tensors = {name: torch.empty(0) for name in tensor_names(common)}
     tensors.update(read_whole(checkpoint, tensor_names(common, ("$ndarray",))))

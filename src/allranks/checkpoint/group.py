@@ -1,8 +1,4 @@
-"""The ranks that save and load together, and the tiers they share.
-
-`RankGroup`: who they are, and how they exchange small JSON. `TierLocations`: where a manager's tiers lie, and which
-ranks write to each of them together. `start_fresh`: `allranks run --fresh`, once per run, not once per restart.
-"""
+"""The ranks that save and load together (`RankGroup`), their tiers (`TierLocations`), and `--fresh` (`start_fresh`)."""
 
 from __future__ import annotations
 
@@ -27,15 +23,15 @@ from allranks.errors import AllranksError, CheckpointUnreachable, ConfigurationE
 
 @dataclass(eq=False, repr=False)
 class RankGroup:
-    """The given process group, or all ranks, or this process alone where there is no process group.
+    """The given process group, else all ranks, else this process alone.
 
-    Its collectives run on a gloo group of its own, made by all ranks together at the first `gather`.
+    Values are exchanged over a separate gloo group, which all ranks create at the first `gather`.
     """
 
     process_group: dist.ProcessGroup | None = None
     timeout_s: float = 600.0
     _gloo: dist.ProcessGroup | None = None
-    _seen: tuple[int, int] = (0, 1)  # rank and size when `world` was asked last
+    _seen: tuple[int, int] = (0, 1)  # rank and size at the last access to `world`
     _worlds: int = 0
 
     @property
@@ -52,7 +48,7 @@ class RankGroup:
 
     @property
     def world(self) -> int:
-        """A number that changes with the default process group: what was agreed in another one does not hold."""
+        """A number that changes with the default process group: agreements made in another one are void."""
         gone = self._gloo is not None and not _registered(self._gloo)
         if gone or self._seen != (self.rank, self.world_size):
             self._gloo = None if gone else self._gloo
@@ -80,7 +76,7 @@ def _initialized() -> bool:
 
 
 def _registered(group: dist.ProcessGroup) -> bool:
-    """Whether torch still knows a group; none of before `destroy_process_group`."""
+    """Whether a group still exists; False after `destroy_process_group`."""
     try:
         return bool(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):
@@ -88,13 +84,13 @@ def _registered(group: dist.ProcessGroup) -> bool:
 
 
 Tier = CheckpointTier
-#: The environment an `allranks run` agent gives its ranks: this node's snapshot keeper, and the job's secret.
+#: Set for the ranks by the agent of `allranks run`: this node's snapshot keeper, and the secret of the job.
 SNAPSHOTS_VARIABLE, TOKEN_VARIABLE, JOB_VARIABLE = "ALLRANKS_SNAPSHOTS", "ALLRANKS_TOKEN", "ALLRANKS_JOB_ID"
 
 
 @dataclass(eq=False, repr=False)
 class TierLocations:
-    """The durable tiers of one manager. Found at the first use, by all ranks together."""
+    """The durable tiers of one manager, determined by all ranks together at the first use."""
 
     config: CheckpointConfig
     group: RankGroup
@@ -104,7 +100,7 @@ class TierLocations:
     _world: int = 0
 
     def specs(self) -> dict[Tier, StoreSpec]:
-        """The address of every configured durable tier, fastest first. Collective at the first call."""
+        """The address of every configured durable tier, fastest first. The first call is collective."""
         if self._specs is None or self._world != self.group.world:
             self._world, self._sharers = self.group.world, None
             peers = self._peers()
@@ -112,7 +108,7 @@ class TierLocations:
         return self._specs
 
     def spec(self, tier: Tier) -> StoreSpec:
-        """The address of one tier; ConfigurationError says what to set."""
+        """The address of one tier; ConfigurationError if it is not configured."""
         found = self.specs().get(tier)
         if found is None:
             setting = {Tier.PEER: "peers and peer_token", Tier.NVME: "nvme_path", Tier.S3: "s3_bucket"}[tier]
@@ -122,10 +118,10 @@ class TierLocations:
         return found
 
     def sharers(self, tier: Tier) -> tuple[int, ...]:
-        """The ranks that write one checkpoint together. Collective at the first call for the disk."""
+        """The ranks that write one checkpoint together. The first call for the disk is collective."""
         if tier is not Tier.NVME:
             return tuple(range(self.group.world_size))
-        url = self.spec(tier).url  # forgets those of another world
+        url = self.spec(tier).url  # resets `_sharers` if the world has changed
         if self._sharers is None:
             self._sharers = find_sharers(Path(url), self.group)
         return self._sharers
@@ -139,9 +135,9 @@ class TierLocations:
         return [tuple(group) for group in groups.values()]
 
     def _peers(self) -> StoreSpec | None:
-        """Every node's snapshot keeper: as configured, or as each rank's agent has set them.
+        """The snapshot keepers of all nodes, from the configuration or from the environment of each rank.
 
-        Agents that were started one by one have a token each: then there is one line per keeper.
+        Agents that were started separately have different tokens; `token` then has one line per keeper.
         """
         own, secret = os.environ.get(SNAPSHOTS_VARIABLE, ""), os.environ.get(TOKEN_VARIABLE, "")
         addresses, token = list(self.config.peers), self.config.peer_token or secret
@@ -159,10 +155,10 @@ class TierLocations:
 
 
 def find_sharers(folder: Path, group: RankGroup) -> tuple[int, ...]:
-    """The ranks that see the same folder as this one (a local disk: those of this node). Collective.
+    """The ranks that see the same folder as this one (for a local disk, the ranks of this node). Collective.
 
-    Every rank leaves a mark and looks for the others'. A rank that cannot write sees nobody, and fails later
-    with the right error.
+    Every rank creates a marker file and checks which other markers it sees. A rank that cannot write sees none; its save
+    fails later with the actual error.
     """
     if group.alone:
         return (0,)
@@ -186,18 +182,18 @@ MARK = "fresh-start-done"
 
 
 def start_fresh(places: TierLocations, environment: Mapping[str, str]) -> bool:
-    """Sets everything aside if every rank was started with --fresh and none has done so before. Collective."""
+    """Sets all checkpoints aside if every rank runs with --fresh, once per run and not once per restart. Collective."""
     group = places.group
-    asked = environment.get(FRESH_VARIABLE) == "1" and environment.get("ALLRANKS_DIR", "")
-    mark = Path(asked) / MARK if asked else None
-    with _alone_on_this_node(mark if group.rank == 0 else None):
+    folder = environment.get(FRESH_VARIABLE) == "1" and environment.get("ALLRANKS_DIR", "")
+    mark = Path(folder) / MARK if folder else None
+    with _exclusive_on_node(mark if group.rank == 0 else None):
         if not all(group.gather(mark is not None and not mark.exists())):
             return False
         problems: list[str] = [text for text in group.gather(_set_aside(places)) if text]
         if problems:
             raise CheckpointUnreachable(
-                f"--fresh: {'; '.join(dict.fromkeys(problems))}. Nothing was started",
-                hint="make the store writable and start again, or leave out --fresh",
+                f"--fresh: {'; '.join(dict.fromkeys(problems))}. The training was not started",
+                hint="make the store writable and start again, or omit --fresh",
             )
         assert mark is not None
         mark.touch()
@@ -206,7 +202,7 @@ def start_fresh(places: TierLocations, environment: Mapping[str, str]) -> bool:
 
 
 def _set_aside(places: TierLocations) -> str:
-    """What this rank has to set aside: one rank for each store. Returns what went wrong."""
+    """Sets aside the stores that this rank is responsible for (one rank per store); returns the problems as text."""
     problems = []
     for tier, spec in places.specs().items():
         if places.sharers(tier)[0] != places.group.rank:
@@ -215,19 +211,18 @@ def _set_aside(places: TierLocations) -> str:
             with contextlib.closing(open_store(spec)) as store:
                 moved = store.set_aside()
         except (OSError, AllranksError) as error:
-            hint = hint_for(error, tier.name, spec.url, spec.options)
+            hint = hint_for(error, spec)
             problems.append(f"[{tier.name}] {spec.url} cannot be set aside: {reason_of(error)} ({hint})")
             continue
         if moved:
-            log.warning(
-                "[%s] --fresh: the checkpoints of %s are set aside: %s", tier.name, spec.url, ", ".join(moved)
-            )
+            text = "[%s] --fresh: set the checkpoints of %s aside: %s"
+            log.warning(text, tier.name, spec.url, ", ".join(moved))
     return "; ".join(problems)
 
 
 @contextlib.contextmanager
-def _alone_on_this_node(mark: Path | None) -> Iterator[None]:
-    """Replicas of one node start at the same time, each as a world of its own: one after the other here."""
+def _exclusive_on_node(mark: Path | None) -> Iterator[None]:
+    """Serializes the replicas of one node, which start at the same time and do not share a process group."""
     if mark is None:
         yield
         return

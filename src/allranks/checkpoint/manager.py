@@ -1,14 +1,14 @@
-"""The checkpoint manager of a rank: one snapshot, four tiers, one verified restore.
+"""CheckpointManager: saves the training state of a rank to up to four tiers and restores it.
 
     manager = CheckpointManager(CheckpointConfig(nvme_path="/nvme/run-1"))
     state = manager.restore(model, optimizer, scheduler)          # None on the first start
     for step in range(state.step + 1 if state else 1, last + 1):
         ...forward, backward, optimizer.step()...
-        manager.step(step, model, optimizer, scheduler)           # saves when it is due
-    manager.close()                                               # saves the last step if that is not saved yet
+        manager.step(step, model, optimizer, scheduler)           # saves when a save is due
+    manager.close()                                               # saves the last step if it is not saved yet
 
-With a process group every rank calls the same methods with the same step. A save stops training for the copy
-into shared memory only; where the optimizer is known, not even for that.
+With a process group, every rank calls the same methods with the same step. A save blocks training only for the copy
+into shared memory; with an attached optimizer, most of the copy overlaps with the next step.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from allranks.checkpoint.stores.backends import Backend, MemorySnapshotBackend, 
 
 log = logging.getLogger("allranks.checkpoint")
 Tier = CheckpointTier
-SAVE_LAST_S = 60.0  # for a state that another is about to replace
-EXIT_S = 30.0  # for a copy that is under way when the process ends
+SAVE_LAST_S = 60.0  # limit for a save before the state of this process is replaced
+EXIT_S = 30.0  # limit for a running copy when the process exits
 
 
-_MANAGERS: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()  # of this process
+_MANAGERS: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()  # in this process
 os.register_at_fork(after_in_child=_MANAGERS.clear)
 
 
 def saves_checkpoints() -> bool:
-    """Whether this process has a manager with a tier that outlives it."""
+    """Whether a manager of this process has a durable tier."""
     return any(one.config.nvme_path or one.config.s3_bucket for one in list(_MANAGERS))
 
 
 def save_last_steps() -> list[int]:
-    """Saves the last step of every manager of this process where no durable tier has it yet; the steps that are safe."""
+    """Saves the last step of every manager in this process to its durable tiers; returns the steps that are saved."""
     found = []
     for manager in list(_MANAGERS):
         manager._save_last()
@@ -69,7 +69,7 @@ def save_last_steps() -> list[int]:
 
 
 def finish_copies() -> None:
-    """Waits for the copies that are under way: then the state of this process may be replaced."""
+    """Waits for running copies, so that the state of this process can be replaced."""
     for manager in list(_MANAGERS):
         if manager.coordinator.copy is not None:
             manager.coordinator.copy.join(SAVE_LAST_S)
@@ -77,18 +77,18 @@ def finish_copies() -> None:
 
 @cache
 def _register_exit() -> None:
-    """Called when the first copy has begun: what is registered later runs earlier, and the memory must still be there."""
+    """Registered after the first copy: later handlers run earlier, and this one still needs the memory of the copy."""
     atexit.register(_hand_over)
 
 
 def _hand_over() -> None:
-    """The process ends without `close()`, after Ctrl-C for example: the helper gets what was promised to be saved."""
+    """Hands pending saves to the helper when the process exits without `close()`, for example after Ctrl-C."""
     for manager in list(_MANAGERS):
         manager._leave_to_helper()
 
 
 class CheckpointManager(AbstractContextManager["CheckpointManager"]):
-    """See the module. `process_group`: the ranks that hold one model together (default: all)."""
+    """See the module docstring. `process_group`: the ranks that share one model (default: all ranks)."""
 
     def __init__(self, config: CheckpointConfig | None = None, process_group: Any = None) -> None:
         self.config = config = config or CheckpointConfig()
@@ -110,15 +110,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self.saves = self.coordinator.saves
         for tier, backend in backends.items():
             backend.settle = partial(self.saves.wait_for, tier.name, timeout_s=config.commit_timeout_s)
-        self.restored_from: CheckpointTier | None = None  # of the last restore; None: there was nothing
-        self._last: Callable[[], CheckpointState] | None = None  # makes the state of the last step
-        self._last_step, self._last_world, self._moved_on = -1, 0, False
+        self.restored_from: CheckpointTier | None = None  # tier of the last restore; None if it found nothing
+        self._last: Callable[[], CheckpointState] | None = None  # builds the state of the last step
+        self._last_step, self._last_world, self._stepped_since = -1, 0, False
         self._hooks: list[Any] = []
         _MANAGERS.add(self)
 
     @property
     def skipped(self) -> int:
-        """How many saves were left out because the one before still ran."""
+        """Number of saves skipped because the previous one was still running."""
         return self.coordinator.skipped
 
     def __exit__(self, *_: object) -> None:
@@ -137,16 +137,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         dataset_state: Mapping[str, object] | Callable[[], Mapping[str, object]] | None = None,
         metrics: Mapping[str, object] | None = None,
     ) -> tuple[CheckpointTier, ...]:
-        """Call after `optimizer.step()` number `step`: saves to every tier that is due, and says which."""
+        """Saves to every tier that is due and returns those tiers. Call it after `optimizer.step()` number `step`."""
         self.saves.raise_failures()
         step = whole_number("step", step)
         due = self.due(step)
         if optimizer is not None:
             self.attach(optimizer)
 
-        last = hasattr(
-            optimizer, "register_step_pre_hook"
-        )  # what `close` saves; the data may have moved on by then
+        # `close` may save this step later, when the data loader has already advanced
+        last = hasattr(optimizer, "register_step_pre_hook")
         data = dataset_state() if callable(dataset_state) and (due or last) else dataset_state
 
         def state() -> CheckpointState:
@@ -156,7 +155,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             )
 
         self._last = state if last else None
-        self._last_step, self._last_world, self._moved_on = step, self.group.world_size, False
+        self._last_step, self._last_world, self._stepped_since = step, self.group.world_size, False
         if not due:
             return ()
         saved = self._save(state(), due, may_skip=True)
@@ -165,15 +164,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def save_checkpoint(
         self, state: CheckpointState, tier: CheckpointTier = CheckpointTier.NVME
     ) -> str | None:
-        """Saves to one tier and returns its path (None for memory, and for a failed synchronous save).
+        """Saves to one tier and returns the path (None for memory and for a failed synchronous save).
 
-        A save of this tier that is still under way is waited for. With `async_save` it returns after the copy.
+        Waits for a running save of this tier first. With `async_save`, returns after the copy.
         """
         self.saves.raise_failures()
         return self._save(state, (tier,), may_skip=False).get(tier)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets copies of this optimizer's tensors overlap with forward and backward: its next step waits."""
+        """Lets copies of this optimizer's tensors overlap with training; its next step waits for the copy."""
         if any(ref() is optimizer for ref in self.coordinator.optimizers):
             return
         if not hasattr(optimizer, "register_step_pre_hook"):
@@ -183,37 +182,37 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         def before_step(*_: object) -> None:
             alive = manager()
             if alive is not None:
-                alive._moved_on = True
+                alive._stepped_since = True
                 alive.wait_for_copy()
 
         self._hooks.append(optimizer.register_step_pre_hook(before_step))
         self.coordinator.optimizers.append(weakref.ref(optimizer))
 
     def wait_for_copy(self) -> None:
-        """Returns when parameters and optimizer state may be changed. Attached optimizers call it themselves."""
+        """Waits until parameters and optimizer state may change. Attached optimizers call this themselves."""
         if self.coordinator.copy is not None:
             with during("saving"):
                 self.coordinator.copy.wait()
 
     def due(self, step: int) -> tuple[CheckpointTier, ...]:
-        """The tiers that are configured and due at a step."""
+        """The configured tiers to save to at this step."""
         tiers = (Tier.MEMORY, *self.places.specs())
         return tuple(tier for tier in tiers if self.should_checkpoint(step, tier))
 
     def should_checkpoint(self, step: int, tier: CheckpointTier) -> bool:
-        """Whether a step is a multiple of the tier's interval; never for step 0 or an interval of 0."""
+        """Whether the step is a multiple of the tier's interval; False for step 0 and for an interval of 0."""
         memory = tier in (Tier.MEMORY, Tier.PEER)
         interval = self.config.memory_snapshot_interval if memory else self.config.checkpoint_interval
         return step > 0 and interval > 0 and step % interval == 0
 
     def wait_for_pending_saves(self, timeout: float | None = None) -> bool:
-        """Waits until every save is durable; False if one failed since the last call, or the time ran out (policy
-        "fail" raises)."""
+        """Waits until every save is durable. False on timeout or if a save failed since the last call (the save policy
+        "fail" raises instead)."""
         in_time = self._wait_for_saves(timeout)
         return not self.saves.any_failed() and in_time
 
     def _wait_for_saves(self, timeout: float | None = None) -> bool:
-        """Whether what was under way is durable now."""
+        """Whether all pending saves are durable."""
         began = time.monotonic()
         if self.coordinator.copy is not None and not self.coordinator.copy.join(timeout):
             return False
@@ -223,13 +222,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         return ok
 
     def clear_memory_snapshots(self) -> None:
-        """Lets the memory tier go."""
+        """Drops all snapshots of the memory tier."""
         self.memory_backend.clear()
 
     def close(self, timeout_s: float = 600.0) -> None:
-        """Saves the last step of `step` where no durable tier has it yet (not after an error: half a step may have
-        been made, and other ranks may be gone), waits for pending saves, ends the helper process and frees the
-        memory. Every rank calls it. Safe to call twice. After Ctrl-C it waits for nothing: the helper finishes alone."""
+        """Saves the last step to durable tiers that lack it, waits for pending saves, ends the helper and frees memory.
+
+        Every rank calls it; a second call does nothing. After an error it does not save, because the step may be
+        incomplete and other ranks may be gone. After Ctrl-C it does not wait; the helper finishes by itself.
+        """
         interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
         try:
             if interrupted:
@@ -239,12 +240,12 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             if self.config.save_on_close and sys.exc_info()[0] is None:
                 try:
                     self._save_last()
-                except RuntimeError as error:  # of gloo: another rank is gone
+                except RuntimeError as error:  # raised by gloo when another rank is gone
                     first = (str(error).splitlines() or [""])[0][:200]
-                    text = "step %d is not saved at the end: another rank does not answer (%s)"
+                    text = "last step %d not saved: another rank does not respond (%s)"
                     log.warning(text, self._last_step, first)
             self.wait_for_pending_saves(timeout_s)
-            self._say_what_is_missing()
+            self._log_missing_steps()
         finally:
             for hook in self._hooks:
                 hook.remove()
@@ -254,22 +255,22 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self.memory_backend.pool.close()
 
     def _leave_to_helper(self) -> None:
-        """Ends the copy that is under way, and says what the helper will do after this process has ended."""
+        """Finishes the running copy and logs which saves the helper will complete after this process exits."""
         copy, saves = self.coordinator.copy, self.saves
         in_time = copy is None or copy.join(EXIT_S)
         for pending in saves.busy({tier.name for tier in Tier}):
-            end = f"its helper process (pid {saves.helper.pid}) finishes that" if in_time else "it is lost"
+            end = f"the helper process (pid {saves.helper.pid}) will finish it" if in_time else "it is lost"
             log.warning("[%s] step %d is still being saved: %s", pending.tier, pending.step, end)
 
-    def _say_what_is_missing(self) -> None:
-        """The last word of a training whose last saves failed: the warnings of each have scrolled by."""
+    def _log_missing_steps(self) -> None:
+        """Repeats at the end which saves failed: the warning of each save may be far up in the log."""
         for tier, step in self.coordinator.given.items():
             saved = self.saves.newest.get(tier, -1)
             if saved < step:
-                newest = f"step {saved}" if saved >= 0 else "nothing of this run"
-                log.error(
-                    "[%s] ends without step %d: the newest that is safe there is %s", tier, step, newest
+                newest = (
+                    f"step {saved} is the newest saved" if saved >= 0 else "no step of this run was saved"
                 )
+                log.error("[%s] step %d was not saved: %s", tier, step, newest)
 
     def _save_last(self) -> None:
         state, self._last = self._last, None
@@ -281,9 +282,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         )
         if state is None or not tiers:
             return
-        if self._moved_on or self._last_world != self.group.world_size:
-            why = "the optimizer has made steps" if self._moved_on else "the process group has changed"
-            log.warning("step %d is not saved at the end: %s since", self._last_step, why)
+        if self._stepped_since or self._last_world != self.group.world_size:
+            why = "the optimizer has stepped" if self._stepped_since else "the process group has changed"
+            log.warning("last step %d not saved: %s since", self._last_step, why)
             return
         self._save(state(), tiers, may_skip=False)
 
@@ -295,9 +296,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         tier: CheckpointTier | None = None,
         config: CheckpointLoadConfig | None = None,
     ) -> CheckpointState | None:
-        """The newest state that all ranks can read, as whole CPU tensors; None when there is no checkpoint.
+        """The newest state that all ranks can read, as whole CPU tensors; None if there is no checkpoint.
 
-        With `path` that very one, without fallback. `tier` limits the search to one tier.
+        With `path`, loads that checkpoint and no other. `tier` limits the search to one tier.
         """
         self._settle()
         loader = self._loader(tier)
@@ -318,16 +319,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         restore_rng: bool = True,
         missing_ok: bool = True,
     ) -> CheckpointState | None:
-        """Loads the newest checkpoint straight into model and optimizer, each rank only its own shards.
+        """Loads the newest checkpoint into model and optimizer; each rank reads only its own shards.
 
-        Returns the state (tensors are the live ones), or None when every tier answered that it is empty (with
-        `missing_ok=False` that is an error, too). A tier that may hold something newer and cannot be read raises
-        CheckpointUnreachable on all ranks; damaged ones alone raise at every start. Every byte is checked as it is
-        read; of a bad one nothing is kept, since the next older one is read over it. If all are bad, CheckpointLoadError
-        says whether the model holds parts of one.
+        Returns the state, whose tensors are those of the model, or None if every tier is empty (an error with
+        `missing_ok=False`). Raises CheckpointUnreachable on all ranks if a tier that may hold a newer checkpoint cannot be
+        read. Every byte is verified. After a damaged checkpoint, the next older one is loaded over it; if all are damaged,
+        CheckpointLoadError says whether the model holds parts of one.
         """
         self._settle()
-        self._last = None  # the model is no longer what that step left
+        self._last = None  # the model no longer holds that step
         start_fresh(self.places, os.environ)
         loader = self._loader(tier, missing_ok)
         with during("restoring"):
@@ -358,7 +358,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         return Loader(self.group, wanted, memory, rules, self.coordinator.given)
 
     def _settle(self) -> None:
-        """Saves under way are finished before anything is loaded."""
+        """Finishes running saves before a load."""
         if self.coordinator.copy is not None:
             self.coordinator.copy.join()
         self.saves.wait(self.config.commit_timeout_s)

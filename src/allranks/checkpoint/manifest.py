@@ -1,13 +1,12 @@
-"""What a checkpoint consists of: one data file per rank, and two small kinds of JSON file. Pure, without torch.
+"""The files of a checkpoint: one data file and one index per rank, and a manifest. No torch, no I/O.
 
-A data file is a safetensors file whose image lies ready in shared memory. The header is padded so that tensor bytes start
-on a page: the image in memory is the file on disk, and can be written past the page cache without another copy.
-`__metadata__` carries the offsets of each shard under the keys torch's own HuggingFaceStorageReader looks for, so plain DCP
-can read and reshard it.
+A data file is a safetensors file. Its header is padded so that tensor bytes start on a page: the image in shared memory
+is the file on disk, and can be written with O_DIRECT without another copy. `__metadata__` holds the offsets of each shard
+under the keys that torch's HuggingFaceStorageReader expects, so plain DCP can read and reshard the file.
 
-`manifest.json` is written last: without a valid one a checkpoint does not exist. It names every file with its
-size and the sha256 of every index. One index per rank (`rank-00000.json`) names every shard that rank wrote
-with place and checksum, and holds the state that is not tensors. Both are read back through the same checks.
+`manifest.json` is written last; without a valid one there is no checkpoint. It lists every index with its size and sha256.
+The index of a rank (`rank-00000.json`) lists every shard that the rank wrote, with offset and checksum, and holds the part
+of the state that is not tensors.
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ ITEM_BYTES = {
 
 
 class Shard(NamedTuple):
-    """A rectangular piece of a tensor. `shape` is the whole tensor's, `offsets` and `sizes` the piece's.
+    """A rectangular piece of a tensor. `shape` belongs to the whole tensor, `offsets` and `sizes` to the piece.
 
-    A tuple, since there are as many as tensors: made and kept at a third of an object's cost. `dtype` is the
-    safetensors name; `view` names the torch dtype where safetensors has none (stored as bytes, `sizes` then still
-    count elements), and is empty otherwise.
+    `dtype` is the safetensors name. A torch dtype that safetensors lacks is stored as bytes and named in `view`; `sizes`
+    still counts elements then. A tuple costs a third of an object, and there is one per tensor.
     """
 
     name: str
@@ -52,16 +50,16 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A shard and where its bytes start, counted from the first byte of the file."""
+    """A shard and the offset of its bytes in the file."""
 
     shard: Shard
     start: int
-    key: str  # its name in the safetensors header: the tensor's, unless the file holds two shards of it
+    key: str  # its name in the safetensors header: the tensor's, with a number if the file holds several shards of it
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One data file: `header` (length word included, padded to a page), then the shards without gaps."""
+    """One data file: `header` (with its length word, padded to a page), then the shards without gaps."""
 
     header: bytes
     placed: tuple[Placed, ...]
@@ -69,7 +67,7 @@ class FileLayout:
 
 
 def lay_out(shards: Sequence[Shard]) -> FileLayout:
-    """Places shards by falling element size, so that each starts aligned without gaps between them."""
+    """Orders shards by descending element size, so that each is aligned without gaps."""
     ordered = sorted(shards, key=lambda shard: -ITEM_BYTES[shard.dtype])
     seen: dict[str, int] = {}
     keys = []
@@ -115,7 +113,7 @@ _HEAD = b'{"checksum": "sha256:'
 
 
 class StoredShard(NamedTuple):
-    """A shard and where its bytes are. `file` is relative to the checkpoint."""
+    """A shard, its file (relative to the checkpoint), offset and checksum."""
 
     shard: Shard
     file: str
@@ -125,7 +123,7 @@ class StoredShard(NamedTuple):
 
 @dataclass(frozen=True)
 class DataFile:
-    """One safetensors file: its size, and its header (up to the first tensor byte) with checksum."""
+    """One safetensors file: its size, and size and checksum of its header (up to the first tensor byte)."""
 
     file: str
     bytes: int
@@ -133,13 +131,13 @@ class DataFile:
     header_checksum: str
 
 
-#: The part of a state that is not tensors, as typed JSON (see tensors.py); None: there is none here.
+#: The part of a state that is not tensors, as typed JSON (see tensors.py); None if absent.
 Skeleton: TypeAlias = dict[str, Any] | None
 
 
 @dataclass(frozen=True)
 class Index:
-    """What one rank wrote. `common` is the skeleton shared by all ranks (None: as rank 0's), `own` its own."""
+    """What one rank wrote. `common` is the skeleton shared by all ranks (None: same as rank 0), `own` the rank's own."""
 
     rank: int
     algorithm: str
@@ -151,7 +149,7 @@ class Index:
 
 @dataclass(frozen=True)
 class Part:
-    """An index file as the manifest knows it, and the bytes of data beside it."""
+    """The manifest's entry for one index file, with the size of its data files."""
 
     rank: int
     index: str
@@ -162,9 +160,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The head of a checkpoint. `ranks` wrote it; `world_size` may be larger where each node has its own disk.
+    """The manifest. `ranks` wrote the checkpoint; `world_size` is larger if each node has its own disk.
 
-    `job` is the name of the job that saved it, "" if it has none.
+    `job` is the name of the job that saved it; "" if the job has no name.
     """
 
     step: int
@@ -188,17 +186,17 @@ class Manifest:
 
 
 def part_name(rank: int, suffix: str, attempt: str = "") -> str:
-    """The file name of one rank's part; `attempt` keeps two savers apart where there is no rename."""
+    """The file name of one rank's part; `attempt` separates two savers in stores without rename."""
     return f"rank-{rank:05d}{'-' + attempt if attempt else ''}.{suffix}"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The file's bytes: JSON whose first member is the sha256 of the second."""
+    """The bytes of the file: JSON whose first member is the sha256 of the second."""
     return _seal(_dump(asdict(manifest)))
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest:
-    """Reads and checks a manifest; any difference from what was written raises CheckpointDamaged."""
+    """Parses and checks a manifest; CheckpointDamaged if any byte differs from what was written."""
     raw = _unseal(data, path)
     try:
         if raw["schema"] > SCHEMA:
@@ -212,7 +210,7 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
 
 
 def encode_index(index: Index) -> bytes:
-    """The bytes of an index file. Shards become text one by one: thousands of lists would double the helper."""
+    """The bytes of an index file. Shards are encoded one by one: thousands of lists would double the helper's memory."""
     files = [asdict(file) for file in index.files]
     state = {"common": index.common, "own": index.own}
     head = _dump({"rank": index.rank, "algorithm": index.algorithm, "files": files, **state})
@@ -220,14 +218,14 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(data: bytes, path: str) -> Index:
-    """Reads and checks an index. msgspec is imported here: the helper process never needs it."""
+    """Parses and checks an index. Imports msgspec here because the helper process does not need it."""
     from allranks.model.parsing import convert, from_json
 
     body = _body(data, path)
     try:
         try:
             index = from_json(body, Index)
-        except ValueError:  # half a surrogate pair in a name: json.loads is more lenient
+        except ValueError:  # json.loads accepts half a surrogate pair in a name
             index = convert(json.loads(body), Index)
         check_index(index)
         return index
@@ -236,7 +234,7 @@ def decode_index(data: bytes, path: str) -> Index:
 
 
 def bytes_of_index(data: bytes, path: str) -> int:
-    """The bytes of its data files, of an index of our own, without a look at the rest."""
+    """The size of the data files that an index lists; the rest is not checked."""
     return sum(file["bytes"] for file in _unseal(data, path)["files"])
 
 
@@ -249,12 +247,12 @@ def _seal(body: str) -> bytes:
 
 
 def _body(data: bytes, path: str) -> bytes:
-    """The sealed text, if every byte is as it was written."""
+    """The body of a sealed file; CheckpointDamaged if its checksum does not match."""
     start = len(_HEAD) + 64 + len(b'", "body": ')
     body = data[start:-2]
     digest = hashlib.sha256(body).hexdigest().encode()
     if data[:start] != _HEAD + digest + b'", "body": ' or data[-2:] != b"}\n":
-        damage = "its checksum does not match: damaged or cut short"
+        damage = "checksum mismatch: damaged or truncated"
         raise CheckpointDamaged(damage, path=path, invalid_keys=(path.rsplit("/", 1)[-1],))
     return body
 
@@ -279,7 +277,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def check_manifest(raw: Mapping[str, Any]) -> None:
-    """TypeError or ValueError names the first thing that cannot be."""
+    """Raises TypeError or ValueError for the first invalid field."""
     for name in ("step", "epoch", "world_size"):
         _count(name, raw[name])
     for name, kind in _KINDS.items():
@@ -293,7 +291,7 @@ def check_manifest(raw: Mapping[str, Any]) -> None:
 
 
 def check_index(index: Index) -> None:
-    """The same for an index. There are as many shards as tensors, but few kinds of them."""
+    """Raises TypeError or ValueError for the first invalid field. Equal kinds of shards are checked once."""
     _count("rank", index.rank)
     if index.algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm {index.algorithm!r:.80}")
@@ -319,7 +317,7 @@ def _check_kind(
     length: int,
     view: str,
 ) -> None:
-    """Whether a shard like this can be."""
+    """Raises if the fields of a shard contradict each other."""
     if dtype not in ITEM_BYTES:
         raise ValueError(f"dtype {dtype!r:.80}")
     for number in (*shape, *offsets, *sizes, length):

@@ -1,4 +1,4 @@
-"""The state of a training job at one step: what is saved, and how it gets back into model and optimizer."""
+"""The training state at one step, and how to load it into a model and an optimizer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from allranks.errors import CheckpointValidationError
 
-#: What torch's parts save of themselves: plain values and tensors by name.
+#: A state_dict: plain values and tensors by name.
 StateDict: TypeAlias = dict[str, Any]
-SavedDict: TypeAlias = Mapping[str, Any]  # the same, as it is read
-#: Fields whose value belongs to one rank: saved by every rank, given back to the rank of the same number.
+SavedDict: TypeAlias = Mapping[str, Any]  # the same, read-only
+#: Fields that each rank saves for itself and gets back by its rank number.
 PER_RANK = ("dataset_state", "rng_states", "metrics", "timestamp")
-#: Of these, what a rank that was not there at the save gets from the first one.
+#: Those that a rank without a saved part takes from the first rank.
 FROM_THE_FIRST = ("metrics", "timestamp")
 
 
@@ -29,7 +29,7 @@ FROM_THE_FIRST = ("metrics", "timestamp")
 class CheckpointState:
     """Complete training state. `step` counts finished optimizer steps: training continues with `step + 1`.
 
-    `rank_states` is filled by a load only: for every rank that saved, its `dataset_state` and `rng_states`.
+    A load fills `rank_states` with the per-rank fields of every rank that saved.
     """
 
     step: int = 0
@@ -46,16 +46,16 @@ class CheckpointState:
 
     def __post_init__(self) -> None:
         self.step = whole_number("step", self.step)
-        epoch = int(self.epoch) if isinstance(self.epoch, float) else self.epoch  # a Trainer's may be 1.5
+        epoch = int(self.epoch) if isinstance(self.epoch, float) else self.epoch  # the HF Trainer saves 1.5
         self.epoch = whole_number("epoch", epoch)
 
     def to_dict(self) -> StateDict:
-        """The ten known keys; tensors are not copied."""
+        """All saved fields; tensors are not copied."""
         return {name: getattr(self, name) for name in _KEYS}
 
     @classmethod
     def from_dict(cls, data: SavedDict) -> CheckpointState:
-        """From the known keys; unknown ones are ignored, missing ones get their default."""
+        """Builds a state from a dict; unknown keys are ignored and missing ones get their default."""
         return cls(**{name: data[name] for name in _KEYS if name in data})
 
     def cpu_copy(self) -> CheckpointState:
@@ -64,7 +64,7 @@ class CheckpointState:
 
 
 def whole_number(name: str, value: object) -> int:
-    """An int of what counts as one, numpy's and a tensor's too; TypeError names the rest."""
+    """The value as an int, also from numpy and tensor integers; TypeError for anything else."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -75,7 +75,7 @@ _KEYS = tuple(f.name for f in fields(CheckpointState) if f.name != "rank_states"
 REQUIRED_KEYS = ("step", "model_state_dict", "optimizer_state_dict")
 
 
-#: What other savers call the parts of a state: torch's tutorials and examples, DCP's, Lightning, Megatron, nanoGPT.
+#: Keys that torch's tutorials, DCP, Lightning, Megatron and nanoGPT use for the same fields.
 _OTHER_NAMES = {
     "model_state_dict": ("model", "state_dict"),
     "optimizer_state_dict": ("optimizer", "optim", "optimizer_states"),
@@ -85,9 +85,9 @@ _OTHER_NAMES = {
 
 
 def state_of(raw: SavedDict) -> CheckpointState:
-    """Any saved dict as a state: ours, `{"model": …, "optimizer": …}` as people write it, or a bare state_dict."""
+    """Converts a saved dict: one of ours, a dict such as `{"model": …, "optimizer": …}`, or a bare state_dict."""
     if len(raw) == 1 and isinstance(inner := next(iter(raw.values())), Mapping) and "model" in inner:
-        raw = inner  # {"app": …} of DCP's tutorial
+        raw = inner  # {"app": …} in DCP's tutorial
     known = {name: raw[name] for name in _KEYS if name in raw}
     for ours, names in _OTHER_NAMES.items():
         found = next((_one(raw[name]) for name in names if name in raw), None)
@@ -103,7 +103,7 @@ def state_of(raw: SavedDict) -> CheckpointState:
 
 
 def _one(value: object) -> object:
-    """Lightning keeps a list of optimizers; the only one of them."""
+    """Unwraps a list of one: Lightning saves a list of optimizers."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -128,7 +128,7 @@ def create_checkpoint_state(
     metrics: StateDict | None = None,
     epoch: int = 0,
 ) -> CheckpointState:
-    """Collects the state of the parts without copying a tensor. DDP and compiled wrappers are taken off."""
+    """Collects the training state without copying tensors. DDP and torch.compile wrappers are removed."""
     return CheckpointState(
         step=step,
         epoch=epoch,
@@ -150,9 +150,9 @@ def load_checkpoint_to_model(
     strict: bool = True,
     restore_rng: bool = False,
 ) -> None:
-    """Puts a loaded state into the parts. A sharded model takes each rank's shards with `CheckpointManager.restore`.
+    """Loads a state into model, optimizer and scheduler. For sharded models use `CheckpointManager.restore`.
 
-    With `strict`, missing or unexpected names, or other shapes, raise before anything is changed.
+    With `strict`, missing names, unexpected names and different shapes raise before anything changes.
     """
     target = unwrap(model)
     if strict:
@@ -167,7 +167,7 @@ def load_checkpoint_to_model(
 
 
 def unwrap(model: torch.nn.Module) -> Any:
-    """The model inside DDP or torch.compile; any wrapper with the wrapped one, and no more, as `.module`."""
+    """The model inside DDP, torch.compile or any wrapper that adds no tensors to its `.module`."""
     for _ in range(8):
         inner = getattr(model, "_orig_mod", None)
         if inner is None and type(model).__name__ != "FullyShardedDataParallel":  # FSDP1
@@ -179,7 +179,7 @@ def unwrap(model: torch.nn.Module) -> Any:
 
 
 def _holds_more(model: torch.nn.Module) -> bool:
-    """Whether it is no mere wrapper: it has tensors outside of its `module`, as an AveragedModel has."""
+    """Whether a wrapper has tensors outside its `module`, such as AveragedModel."""
     inner = getattr(model, "module", None)
     if not isinstance(model, torch.nn.Module) or not isinstance(inner, torch.nn.Module):
         return False
@@ -188,7 +188,7 @@ def _holds_more(model: torch.nn.Module) -> bool:
 
 
 def collect_rng_states() -> StateDict:
-    """Python, numpy, torch and, where it is in use, every visible CUDA device."""
+    """The states of the random generators of Python, numpy, torch and, if CUDA is in use, every visible device."""
     states: StateDict = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -200,7 +200,7 @@ def collect_rng_states() -> StateDict:
 
 
 def restore_rng_states(states: SavedDict) -> None:
-    """Sets the generators that were saved; a new rank without a saved state keeps its own."""
+    """Restores the saved random generators; a rank without a saved state keeps its own."""
     if "python" in states:
         random.setstate(states["python"])
     if "numpy" in states:
@@ -221,8 +221,8 @@ def _check_fit(live: SavedDict, saved: SavedDict) -> None:
     )
     if missing or other:
         raise CheckpointValidationError(
-            "the model and the checkpoint do not fit together",
+            "the model and the checkpoint do not match",
             missing,
             other,
-            hint="load with strict=False to take what fits",
+            hint="load with strict=False to load the tensors that match",
         )

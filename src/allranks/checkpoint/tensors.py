@@ -1,8 +1,7 @@
-"""A nested state dict as tensors plus a JSON skeleton, and back: the way around pickle.
+"""Splits a nested state dict into tensors and a JSON skeleton, and joins them again, without pickle.
 
-Pure: nothing is copied, read or written. `flatten` takes any nesting of dicts, lists and tuples; tensors and
-numpy arrays leave by name, everything else becomes typed JSON. `unflatten` gives back the same types. What
-JSON cannot hold faithfully is refused with the path of the value, never pickled and never dropped.
+`flatten` replaces tensors and numpy arrays by their names; all other values become typed JSON. `unflatten` restores the
+same types. A value that JSON cannot represent raises Unstorable with its path. Nothing is copied.
 """
 
 from __future__ import annotations
@@ -19,32 +18,31 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-#: What json.dumps takes. The skeleton is one of these.
-Json: TypeAlias = Any
-_NESTED = (dict, list)  # what may hold more; the rest, thousands of numbers in a state, is passed over
+Json: TypeAlias = Any  # any value that json.dumps accepts
+_NESTED = (dict, list)
 
 
 class Unstorable(TypeError):
-    """A value that is neither a tensor nor faithful as JSON. The text names its path and type."""
+    """A value that is neither a tensor nor representable as JSON."""
 
 
 @dataclass(frozen=True)
 class Flat:
-    """`skeleton` is JSON in which `{"$tensor": name}` stands for `tensors[name]` (uncopied, any device)."""
+    """`skeleton` is JSON in which `{"$tensor": name}` stands for `tensors[name]` (not copied, on any device)."""
 
     skeleton: Json
     tensors: dict[str, torch.Tensor]
 
 
 def flatten(state: object, prefix: str = "") -> Flat:
-    """Takes a nested state apart. Names are paths joined by dots, made unique where two would collide."""
+    """Splits a nested state. Tensor names are paths joined by dots; a number is added to a name that is taken."""
     tensors: dict[str, torch.Tensor] = {}
     skeleton = _encode(state, (prefix,) if prefix else (), tensors)
     return Flat(skeleton, tensors)
 
 
 def unflatten(skeleton: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Puts a state together again; a tensor that the skeleton names and `tensors` lacks is a KeyError."""
+    """Joins a skeleton and its tensors; KeyError if a tensor is missing."""
     if isinstance(skeleton, list):
         return [unflatten(item, tensors) if type(item) in _NESTED else item for item in skeleton]
     if not isinstance(skeleton, dict):
@@ -59,7 +57,7 @@ def unflatten(skeleton: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable, without a copy. The tensor must outlive the view."""
+    """A writable view of the bytes of a contiguous CPU tensor. The tensor must outlive the view."""
     if not tensor.is_cpu or not tensor.is_contiguous():
         raise ValueError(f"need a contiguous CPU tensor, got {tensor.device} with strides {tensor.stride()}")
     length = tensor.nbytes
@@ -76,7 +74,7 @@ def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int])
 
 
 def tensor_names(skeleton: Json, tags: tuple[str, ...] = ("$tensor", "$ndarray")) -> list[str]:
-    """Every tensor name a skeleton refers to, in order; with `tags` ("$ndarray",) those of numpy arrays."""
+    """Every tensor name in a skeleton, in order. `tags=("$ndarray",)` selects numpy arrays."""
     found: list[str] = []
     _collect(skeleton, tags, found)
     return found
@@ -99,7 +97,7 @@ def _collect(value: Json, tags: tuple[str, ...], found: list[str]) -> None:
 def _encode(value: object, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Json:
     if isinstance(value, torch.Tensor):
         if problem := _problem_of(value):
-            raise Unstorable(f"the tensor at '{'.'.join(path)}' can be neither kept nor filled: {problem}")
+            raise Unstorable(f"the tensor at '{'.'.join(path)}' cannot be saved or loaded: {problem}")
         return {"$tensor": _keep(value.detach(), path, tensors)}
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
@@ -116,7 +114,7 @@ def _encode(value: object, path: tuple[str, ...], tensors: dict[str, torch.Tenso
         if isinstance(value, list):
             return items
         if type(value) not in _SEQUENCES:
-            raise _unstorable(value, path)  # a named tuple would come back as something else
+            raise _unstorable(value, path)  # a named tuple would be restored as a plain one
         return {_SEQUENCES[type(value)]: items}
     return _encode_scalar(value, path)
 
@@ -137,7 +135,7 @@ def _encode_mapping(
 def _encode_key(key: object, path: tuple[str, ...]) -> Json:
     inside: dict[str, torch.Tensor] = {}
     encoded = _encode(key, path, inside)
-    if inside:  # it would be found by its identity only
+    if inside:  # a tensor is hashed by identity
         raise _unstorable(key, path)
     return encoded
 
@@ -155,21 +153,21 @@ def _encode_scalar(value: object, path: tuple[str, ...]) -> Json:
         return {"$numpy": [value.dtype.str, repr(value.item())]}
     if isinstance(value, PurePath):
         return {"$path": str(value)}
-    if isinstance(value, (int, float)):  # a subclass: IntEnum, a user's unit type
+    if isinstance(value, (int, float)):  # a subclass, such as IntEnum
         return int(value) if isinstance(value, int) else float(value)
     raise _unstorable(value, path)
 
 
 def _problem_of(tensor: torch.Tensor) -> str:
-    """Why the bytes of a tensor are not its content; "": they are."""
+    """Why the bytes of a tensor cannot be stored; "" if they can."""
     for one in local_parts(tensor):
         if one.is_meta:
-            return "it is on the meta device and holds nothing yet"
+            return "it is on the meta device and has no data"
         if one.is_nested or one.layout is not torch.strided or one.is_quantized:
             kind = "nested" if one.is_nested else "quantized" if one.is_quantized else one.layout
-            return f"it is {kind}; keep its parts, or a dense copy of it (to_dense, dequantize)"
+            return f"it is {kind}; save its parts or a dense copy (to_dense, dequantize)"
         if type(one) is not torch.Tensor and hasattr(type(one), "__tensor_flatten__"):
-            return f"it is a {type(one).__qualname__}, which is made of other tensors: keep those"
+            return f"it is a {type(one).__qualname__}, which consists of other tensors: save those"
     return ""
 
 
@@ -194,7 +192,7 @@ def _unstorable(value: object, path: tuple[str, ...]) -> Unstorable:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return Unstorable(
         f"cannot store a value of type {kind} at '{'.'.join(path)}': only tensors, numpy arrays, numbers, "
-        "strings, bytes, None and nested dicts, lists, tuples and sets of them are kept (never a pickle)"
+        "strings, bytes, None and nested dicts, lists, tuples and sets of them can be saved (nothing is pickled)"
     )
 
 
@@ -208,7 +206,7 @@ def _decode_tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor]) ->
         if tag == its_tag:
             return kind(unflatten(item, tensors) for item in body)
     if tag not in _DECODERS:
-        raise ValueError(f"unknown type tag {tag!r}: written by a newer version?")
+        raise ValueError(f"unknown type tag {tag!r}: written by a newer version of allranks?")
     return _DECODERS[tag](body)
 
 
@@ -249,22 +247,22 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a value is a DTensor; true for none of the others, on any torch."""
+    """Whether a value is a DTensor, without importing its module."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return False
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
 def local_chunk(like: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(sizes, offsets) of this rank's chunk of a DTensor, or of anything with its shape, mesh and placements."""
-    from allranks import torch_private  # needs torch.distributed
+    """(sizes, offsets) of this rank's chunk of a DTensor, or of an object with its shape, mesh and placements."""
+    from allranks import torch_private  # imports torch.distributed
 
     sizes, offsets = torch_private.local_chunk(like)
     return tuple(sizes), tuple(offsets)
 
 
 def as_dtensor(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A DTensor like another one around this rank's chunk."""
+    """A DTensor with this rank's chunk and the layout of another one."""
     from torch.distributed.tensor import DTensor
 
     made: torch.Tensor = DTensor.from_local(
@@ -283,12 +281,12 @@ def local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def storages_of(tensor: torch.Tensor) -> list[int]:
-    """Which memory a tensor lies in: equal numbers are the same memory, also where it holds nothing."""
+    """Identifies the storages of a tensor: equal numbers mean the same storage, even an empty one."""
     return [one.untyped_storage()._cdata for one in local_parts(tensor) if one.layout is torch.strided]
 
 
 def local_offsets(tensor: torch.Tensor) -> list[tuple[int, ...]]:
-    """Where each of them lies in the whole tensor."""
+    """The offsets of each local part in the whole tensor."""
     if is_dtensor(tensor):
         return [local_chunk(tensor)[1]]
     if type(tensor).__name__ == "ShardedTensor":

@@ -199,7 +199,7 @@ def _copy(args: _CopyFlags) -> int:
         options = args.target_option or args.options
         with _store(base, options, must_exist=False) as target:
             if not args.force and has_manifest(target, new_name):
-                raise InputError(f"'{target.path_of(new_name)}' exists already", hint="--force replaces it")
+                raise InputError(f"'{target.path_of(new_name)}' already exists", hint="--force replaces it")
             with _bar(f"copy {name}", _bytes_of(source, name), args.json) as progress:
                 manifest = copy_checkpoint(source, name, target, new_name, progress)
             path = target.path_of(new_name)

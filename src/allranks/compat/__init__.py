@@ -1,4 +1,4 @@
-"""The names of elastic_harness, backed by ours, for scripts that were written for it.
+"""The names of elastic_harness, for scripts written for it.
 
     from allranks.compat.scaling import ElasticScalingManager     # change the imports, or
 
@@ -6,8 +6,7 @@
     allranks.compat.install()                                     # leave them: `import elastic_harness…` works
     from elastic_harness.checkpoint import CheckpointManager
 
-Its modules have no files here: NAMES says what each of them holds, and a finder makes them when they are imported.
-The same table for readers is docs/understand/moving.md.
+Its modules have no files: NAMES lists their content, and an import finder creates them. See also docs/understand/moving.md.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from types import CodeType, ModuleType
 from allranks.errors import InputError
 
 HARNESS = "elastic_harness"
-#: module of elastic_harness -> ours that define its names -> the names; "A=B" is our B under the name A.
+#: module of elastic_harness -> our modules -> names; "A=B" is our B under the name A.
 NAMES: dict[str, dict[str, str]] = {
     "agent": {
         "elastic.world": "ElasticTrainingConfig WorldInfo barrier broadcast_object cleanup_distributed get_rank get_world_info get_world_size "
@@ -58,38 +57,37 @@ NAMES: dict[str, dict[str, str]] = {
         "RoundingMode ScalingConfig ScalingRule WarmupScheduler create_lr_scheduler_with_warmup",
     },
 }
-#: Modules in which its classes were defined, under the module above that holds them.
+#: Submodules in which elastic_harness defines its classes.
 DEEP = {
     "agent": ("elastic_agent",),
     "checkpoint": ("checkpointing", "memory_snapshot", "storage_backends"),
     "data": ("index_builder", "resumable_dataset"),
     "scaling": ("lr_scaling",),
 }
-#: Where these modules are found; `install` adds HARNESS.
-_ROOTS = [__name__]
+_ROOTS = [__name__]  # `install` adds HARNESS
 
 
 def _split(fullname: str) -> tuple[str, str, str]:
-    """(root, module, module below it) of a name; the root is "" for one that is not ours."""
+    """Splits a name into (root, module, submodule); the root is "" for a module that is not ours."""
     root = next((root for root in _ROOTS if f"{fullname}.".startswith(f"{root}.")), "")
     name, _, deep = fullname.removeprefix(root).removeprefix(".").partition(".")
     return root, name, deep
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds `allranks.compat.X` and `allranks.compat.X.Y`, which are no files, and the same of elastic_harness."""
+    """Finds `allranks.compat.X` and `allranks.compat.X.Y`, and the same below elastic_harness."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A module of the tables above; None for any other."""
+        """The spec of a module in the tables above, else None."""
         root, name, deep = _split(fullname)
         if not root or (name and name not in NAMES) or (deep and deep not in DEEP.get(name, ())):
             return None
         return ModuleSpec(fullname, self, is_package=not deep)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """What `python -m` runs: the index builder is a program, the others are not."""
+        """The code for `python -m`: only the index builder is a program."""
         if not fullname.endswith(".index_builder"):
             return None
         program = (
@@ -101,9 +99,9 @@ class _Finder(MetaPathFinder, Loader):
         return compile(program, fullname, "exec")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fills a module with our classes."""
+        """Fills a module with our names."""
         _, name, _ = _split(module.__name__)
-        if not name:  # elastic_harness itself; its modules are imported when they are asked for
+        if not name:  # elastic_harness itself, which imports its modules on first use
             vars(module)["__getattr__"] = _of_harness
             return
         module.__doc__ = f"{HARNESS}.{name}"
@@ -116,7 +114,7 @@ class _Finder(MetaPathFinder, Loader):
                 names.append(theirs)
 
 
-if not any(str(type(finder)) == str(_Finder) for finder in sys.meta_path):  # a reload makes the class anew
+if not any(str(type(finder)) == str(_Finder) for finder in sys.meta_path):  # a reload creates a new class
     sys.meta_path.append(_Finder())
 
 
@@ -127,7 +125,7 @@ def _of_harness(name: str) -> ModuleType:
 
 
 def install() -> None:
-    """Makes `elastic_harness` importable in this process, as ours. Refuses when the real one is installed."""
+    """Makes `elastic_harness` importable in this process. InputError if the real one is installed."""
     if HARNESS in _ROOTS:
         return
     if HARNESS in sys.modules or importlib.util.find_spec(HARNESS) is not None:

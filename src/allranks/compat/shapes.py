@@ -1,4 +1,4 @@
-"""Classes that only scripts, tests and files of elastic_harness need; everything else of it is a class of ours."""
+"""Classes of elastic_harness that have no equivalent in allranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from allranks.elastic.index.file import IndexHeader
 
 
 class SharedMemorySnapshotBackend(MemorySnapshotBackend):
-    """A placeholder there; here it keeps snapshots in this process. Those that outlive it are kept by `allranks run`."""
+    """Keeps snapshots in this process. Snapshots that outlive it are kept by `allranks run`."""
 
     def __init__(self, max_snapshots: int = 2, name: str = "elastic_training_snapshot") -> None:
         super().__init__(max_snapshots)
@@ -22,7 +22,7 @@ class SharedMemorySnapshotBackend(MemorySnapshotBackend):
 
 @dataclass
 class S3Config:
-    """Only a shape: S3Backend takes what it needs as arguments."""
+    """Holds settings only: S3Backend takes them as arguments."""
 
     bucket: str
     prefix: str = ""
@@ -34,19 +34,19 @@ class S3Config:
 
 
 class IndexBuilder:
-    """`build_index` as an object, and beside the index the JSON file {files, total_tokens} that the old one wrote."""
+    """`build_index` as an object; also writes the JSON file {files, total_tokens} of elastic_harness next to the index."""
 
     def __init__(self, tokenizer: HasEncode, entry_interval: int = 10_000, text_key: str = "text") -> None:
         self.tokenizer = tokenizer
         self.text_key = text_key
-        self.entry_interval = entry_interval  # kept for callers; every document is indexed here
+        self.entry_interval = entry_interval  # unused: every document is indexed
 
     def build(self, files: Sequence[str | Path], output: str | Path) -> IndexHeader:
         names = tuple(str(file) for file in files)
         request = BuildRequest(names, str(output), text_key=self.text_key, force=True)
         header = build_index(request, tokenizer=self.tokenizer).header
         beside = Path(output).with_suffix(".json")
-        if not beside.exists() or beside.read_bytes()[:11] == b'{"allranks"':  # never over a user's data
+        if not beside.exists() or beside.read_bytes()[:11] == b'{"allranks"':  # overwrites only its own file
             facts = {"allranks": 1, "files": list(names), "total_tokens": header.total_tokens}
             beside.write_text(json.dumps(facts))
         return header

@@ -26,7 +26,7 @@ from allranks.model.formatting import count, ranks_text
 from allranks.model.trace import RankTrace, State
 
 #: In the note of a file that names a function to be called.
-REFUSED = "; refused, nothing was run"
+REFUSED = ", which was refused; no code was run"
 #: Below this confidence the status is "unclear", not "fault".
 SURE_ENOUGH = 0.4
 #: What is left of the confidence when a wait may have lasted a moment or an hour.

@@ -143,8 +143,8 @@ def check_object_store(options: DoctorOptions) -> list[Check]:
     if found is None:
         return [Check(name, "ok", "can put, get, list and delete")]
     permission, problem = found
-    hint = hint_for(problem, "S3", url, given)
-    if isinstance(problem, PermissionError) and hint.startswith("the key must be right"):
+    hint = hint_for(problem, StoreSpec(url, given))
+    if isinstance(problem, PermissionError) and hint.startswith("check the keys"):
         bucket = place.partition("/")[0]
         path = bucket if permission == "s3:ListBucket" else f"{place}*" if "/" in place else f"{place}/*"
         hint = f"Allow {permission} on arn:aws:s3:::{path} to these credentials (IAM policy or bucket policy)"

@@ -1,7 +1,7 @@
-"""Elastic training: the job changes size, the science does not. Runs in a rank (and in `allranks config|index`).
+"""Elastic training: configuration, topology changes, batch and learning-rate scaling, resumable data, metrics.
 
-Configuration, topology changes, batch and learning-rate scaling, the token index and resumable data, metrics.
-Names are imported on first use: reading a configuration or building an index needs no torch.
+Runs in a rank and in `allranks config` and `allranks index`. Names are imported on first use, because reading a
+configuration or building an index does not need torch.
 """
 
 from __future__ import annotations

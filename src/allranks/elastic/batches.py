@@ -1,8 +1,7 @@
-"""How one optimizer step's samples are dealt to ranks and micro-batches. Pure.
+"""Distributes the samples of an optimizer step over ranks and micro-batches. Pure.
 
-The gradient wanted is the mean over the global batch G. A rank's loss is a mean over its micro-batch of n
-samples, and data parallelism averages over W ranks: with weight n * W / G on each micro-batch's loss the
-result is exactly the mean over G, however uneven the sizes are.
+The gradient should be the mean over the global batch G. A rank's loss is the mean over a micro-batch of n samples, and data
+parallelism averages over W ranks. With a weight of n * W / G for each loss the result is exactly that mean, for any sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from allranks.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """`micro[rank]` are the micro-batch sizes of one rank, all positive."""
+    """`micro[rank]` are the sizes of the rank's micro-batches, all positive."""
 
     micro: tuple[tuple[int, ...], ...]
 
@@ -32,35 +31,35 @@ class BatchPlan:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples per optimizer step of each rank."""
+        """Samples of each rank per optimizer step."""
         return tuple(sum(sizes) for sizes in self.micro)
 
     @property
     def uniform(self) -> bool:
-        """Whether all ranks have the same number of micro-batches (needed where a forward is collective)."""
+        """Whether all ranks have the same number of micro-batches, as required if a forward pass is collective."""
         return len({len(sizes) for sizes in self.micro}) == 1
 
     def weight(self, rank: int, index: int) -> float:
-        """What the mean loss of a micro-batch is multiplied with before backward."""
+        """Factor for the mean loss of a micro-batch before backward."""
         return self.micro[rank][index] * self.world_size / self.global_batch
 
 
 class RoundingMode(str, Enum):
-    """What to do when the target does not divide: round the number of micro-batches, or be exact."""
+    """What to do if the target is not divisible: round the number of micro-batches, or use uneven sizes."""
 
     CEIL = "ceil"
     FLOOR = "floor"
     NEAREST = "nearest"
-    EXACT = "exact"  # uneven micro-batches: the global batch is the target, always
+    EXACT = "exact"  # uneven micro-batches; the global batch always equals the target
 
 
 def batch_plan(
     global_batch: int, world_size: int, local_batch: int, rounding: RoundingMode = RoundingMode.EXACT
 ) -> BatchPlan:
-    """Deals exactly `global_batch` samples, in micro-batches of at most `local_batch`, as evenly as possible: all ranks have
-    as many, except where a rank would be left with an empty one.
+    """Distributes exactly `global_batch` samples evenly, in micro-batches of at most `local_batch` samples.
 
-    With another rounding every micro-batch has `local_batch` samples, and the global batch is what comes out.
+    All ranks have the same number of micro-batches, unless one would be empty. With another rounding every micro-batch
+    has `local_batch` samples, and the global batch may differ from the target.
     """
     if world_size < 1 or local_batch < 1:
         raise ConfigurationError(
@@ -82,12 +81,11 @@ def batch_plan(
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:
-    """`total` in so many parts, the larger ones first."""
+    """Splits `total` into parts that differ by at most one, the larger ones first."""
     whole, rest = divmod(total, parts)
     return tuple(whole + (i < rest) for i in range(parts))
 
 
-#: What an object saves of itself: plain values by name, as torch's objects do.
 StateDict: TypeAlias = dict[str, Any]
 
 
@@ -105,14 +103,14 @@ class GradAccumulationConfig:
         need_positive(self, "target_global_batch_size", "local_batch_size", "base_world_size")
 
     def plan(self, world_size: int) -> BatchPlan:
-        """How a world deals the target."""
+        """The plan for a world size."""
         return batch_plan(
             self.target_global_batch_size, world_size, self.local_batch_size, self.rounding_mode
         )
 
 
 def need_positive(config: object, *names: str) -> None:
-    """Raises ConfigurationError for the first of these settings that is not above zero."""
+    """Raises ConfigurationError for the first setting that is not positive."""
     for name in names:
         if getattr(config, name) <= 0:
             raise ConfigurationError(f"{name} ({getattr(config, name)}) must be positive", f"scaling.{name}")
@@ -126,14 +124,14 @@ class GradientAccumulationManager:
             if manager.should_step():
                 optimizer.step(); optimizer.zero_grad()
 
-    A checkpoint inside a window has no partial gradients: after a load or a change the window starts anew.
+    A checkpoint does not contain partial gradients: after a load or a topology change the window starts again.
     """
 
     def __init__(self, config: GradAccumulationConfig, rank: int = 0, world_size: int | None = None) -> None:
         self.config = config
         self.rank = rank
         self.plan = config.plan(world_size or config.base_world_size)
-        self._index = 0  # of the micro-batch under way in its window
+        self._index = 0  # of the current micro-batch in its window
 
     @property
     def world_size(self) -> int:
@@ -145,22 +143,22 @@ class GradientAccumulationManager:
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples per optimizer step over all ranks: what is really trained on."""
+        """Samples per optimizer step over all ranks."""
         return self.plan.global_batch
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of the micro-batch under way."""
+        """Samples of the current micro-batch."""
         return self._sizes[self._index]
 
     @property
     def loss_scale_factor(self) -> float:
-        """Divide the mean loss of the micro-batch under way by it; the number of micro-batches if all are equal."""
+        """Divide the mean loss of the current micro-batch by it; the number of micro-batches if all are equal."""
         equal = len({size for sizes in self.plan.micro for size in sizes}) == 1 and self.plan.uniform
         return float(len(self._sizes)) if equal else 1.0 / self.plan.weight(self._rank, self._index)
 
     def should_step(self) -> bool:
-        """To be called after each backward: True when the window is full."""
+        """Whether the window is full. Call it after each backward."""
         self._index += 1
         if self._index < len(self._sizes):
             return False
@@ -168,11 +166,11 @@ class GradientAccumulationManager:
         return True
 
     def reset(self) -> None:
-        """Starts the window anew; the caller drops the gradients."""
+        """Restarts the window; the caller drops the gradients."""
         self._index = 0
 
     def on_topology_change(self, new_world_size: int, rank: int | None = None) -> int:
-        """Plans for the new world and returns this rank's number of micro-batches."""
+        """Creates the plan for the new world; returns this rank's number of micro-batches."""
         self.plan = self.config.plan(new_world_size)
         self.rank = self.rank if rank is None else rank
         self.reset()
@@ -186,13 +184,13 @@ class GradientAccumulationManager:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Takes the world of the state; a following `on_topology_change` sees it as the old one."""
+        """Uses the world size of the state; call `on_topology_change` afterwards for the current one."""
         self.plan = self.config.plan(int(state["world_size"]))
         self.reset()
 
     @property
     def _rank(self) -> int:
-        # A rank of the old world may be out of the new one until the change gives it its new number.
+        # a rank number of the old world may be too large until `on_topology_change` sets the new one
         return min(self.rank, self.world_size - 1)
 
     @property

@@ -1,6 +1,6 @@
-"""What training did and what took its time, on one rank. Counters, sums and short windows: nothing grows with the run.
+"""Training metrics of one rank: counters, sums and short windows, so memory does not grow with the run.
 
-`summary()` is plain data, for the logger that the script has already.
+`summary()` returns plain data for the logger of the script.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WINDOW = 100
 
 @dataclass
 class CheckpointMetrics:
-    """Saves by tier and loads, in seconds. `total_stall` is what training steps waited for saves."""
+    """Counts and seconds of saves by tier, and of loads. `total_stall` is the time that steps waited for saves."""
 
     saves: dict[str, list[float]] = field(default_factory=dict)  # tier -> [count, seconds, longest]
     total_loads: int = 0
@@ -34,7 +34,7 @@ class CheckpointMetrics:
         self.total_loads += 1
 
     def avg_save_time(self, tier: str | None = None) -> float:
-        """Of one tier, or of all saves."""
+        """Average time of the saves of one tier, or of all."""
         known = [save for name, save in self.saves.items() if tier in (None, name)]
         return sum(total for _, total, _ in known) / max(1, sum(count for count, *_ in known))
 
@@ -48,7 +48,7 @@ class CheckpointMetrics:
 
 @dataclass(frozen=True)
 class RecoveryEvent:
-    """One change of the world; `recovery_time` in seconds."""
+    """One change of the world size; `recovery_time` in seconds."""
 
     timestamp: float
     old_world_size: int
@@ -60,7 +60,7 @@ class RecoveryEvent:
 
 @dataclass
 class RecoveryMetrics:
-    """Counts over the whole run; `events` holds the last hundred."""
+    """Counts over the whole run; `events` keeps the last 100."""
 
     events: deque[RecoveryEvent] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     total_events: int = 0
@@ -90,7 +90,7 @@ class RecoveryMetrics:
 
 @dataclass
 class GradientMetrics:
-    """How often and how hard gradients were clipped; magnitudes over the last hundred clips."""
+    """How often gradients were clipped, and their norms at the last 100 clips."""
 
     total_steps: int = 0
     clip_count: int = 0
@@ -113,7 +113,7 @@ class GradientMetrics:
 
 @dataclass
 class LRMetrics:
-    """Changes of the rate: how many, and the last hundred as (time, old, new, reason)."""
+    """Number of learning-rate changes, and the last 100 as (time, old, new, reason)."""
 
     count: int = 0
     adjustments: deque[tuple[float, float, float, str]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
@@ -125,7 +125,7 @@ class LRMetrics:
 
 @dataclass
 class TrainingMetrics:
-    """All of it. `clock` is monotonic seconds. Where the time of every rank goes: `allranks goodput`."""
+    """All metrics of a rank. For the time of all ranks see `allranks goodput`."""
 
     checkpoint: CheckpointMetrics = field(default_factory=CheckpointMetrics)
     recovery: RecoveryMetrics = field(default_factory=RecoveryMetrics)
@@ -145,7 +145,7 @@ class TrainingMetrics:
         self.loss = loss if loss is not None else self.loss
 
     def summary(self) -> dict[str, object]:
-        """Everything as plain values, in the documented groups."""
+        """All metrics as plain values, in the documented groups."""
         elapsed = max(self.clock() - self.start_time, 1e-9)
         saves, recovery, gradient = self.checkpoint, self.recovery, self.gradient
         return {
@@ -154,7 +154,7 @@ class TrainingMetrics:
                 "current_step": self.current_step,
                 "total_tokens": self.total_tokens,
                 "tokens_per_second": self.total_tokens / elapsed,
-                "efficiency": max(0.0, 1.0 - recovery.total_recovery_time / elapsed),  # not in recovery
+                "efficiency": max(0.0, 1.0 - recovery.total_recovery_time / elapsed),
                 **({"loss": self.loss} if self.loss is not None else {}),
             },
             "checkpoint": {
@@ -180,6 +180,6 @@ class TrainingMetrics:
         }
 
     def log_summary(self) -> None:
-        """The summary into the log."""
+        """Logs the summary."""
         for group, values in self.summary().items():
             log.info("%s: %s", group, values)

@@ -1,4 +1,4 @@
-"""From a checked configuration to the parts of a job: one function per part. Runs in a rank."""
+"""Builds the parts of a job from its checked configuration. Runs in a rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_limits(config: JobConfig, ranks_per_node: int = 1) -> Limits:
 def make_scaling(
     config: JobConfig, optimizer: torch.optim.Optimizer, world_size: int, rank: int
 ) -> ElasticScalingManager:
-    """The ElasticScalingManager of a JobConfig. The base world is `elastic.base_world_size`, else this one."""
+    """The ElasticScalingManager of a JobConfig. The base world size is `elastic.base_world_size`, else the current one."""
     base = config.elastic.base_world_size or world_size
     scaling, local = config.scaling, config.training.batch_size
     limits = scaling.warmup_steps, scaling.min_lr, scaling.max_lr
@@ -51,13 +51,13 @@ def make_scaling(
 def make_loader(
     config: JobConfig, scaling: ElasticScalingManager | None, world_size: int, rank: int
 ) -> ElasticDataLoader:
-    """The ElasticDataLoader of a JobConfig, dealing what the scaling manager plans."""
+    """The ElasticDataLoader of a JobConfig, with the batch plan of the scaling manager."""
     data = config.data
     if not data.index:
         raise ConfigurationError(
-            "no token index is named",
+            "no token index is configured",
             "data.index",
-            ["build one: allranks index build FILES -o INDEX", "then name it: data.index: INDEX"],
+            ["build one: allranks index build FILES -o INDEX", "then set data.index: INDEX"],
         )
     dataset = ResumableDataset(
         data.index,

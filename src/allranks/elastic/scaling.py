@@ -1,7 +1,7 @@
-"""Learning rate and batch when the number of ranks changes. Runs in a rank; the arithmetic is pure.
+"""Adapts learning rate and batch to the number of ranks. Runs in a rank.
 
-The rate is always computed from the base configuration, never from the rate before: any sequence of changes
-that ends in the same world ends in the same rate.
+The rate is always computed from the base configuration and not from the previous rate, so it depends only on the current
+world size.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ __all__ = [
 
 
 class ScalingRule(Enum):
-    """What happens to the rate when the batch is k times as large."""
+    """How the rate changes if the batch is k times as large."""
 
-    LINEAR = "linear"  # k times
-    SQRT = "sqrt"  # sqrt(k) times
-    NONE = "none"  # nothing
+    LINEAR = "linear"  # times k
+    SQRT = "sqrt"  # times sqrt(k)
+    NONE = "none"  # unchanged
 
 
 @dataclass(frozen=True)
 class ScalingConfig:
-    """The rate `base_lr` was chosen for `base_world_size` ranks of `base_batch_size` samples each."""
+    """`base_lr` is the rate for `base_world_size` ranks with `base_batch_size` samples each."""
 
     base_lr: float
     base_batch_size: int
@@ -67,10 +67,10 @@ class ScalingConfig:
         title="scaling rule",
     )
     warmup_steps: int = option(
-        100, "of the ramp after a change; 0: at once", unit="optimizer steps", at_least=0
+        100, "length of the ramp after a change; 0: no ramp", unit="optimizer steps", at_least=0
     )
-    min_lr: float = option(1e-7, "the rate is never lower", at_least=0)
-    max_lr: float = option(1e-2, "the rate is never higher", above=0)
+    min_lr: float = option(1e-7, "lower limit of the rate", at_least=0)
+    max_lr: float = option(1e-2, "upper limit of the rate", above=0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scaling_rule", ScalingRule(self.scaling_rule))
@@ -83,12 +83,12 @@ class ScalingConfig:
 
     @property
     def base_effective_batch_size(self) -> int:
-        """Samples per optimizer step of the base configuration."""
+        """Samples per optimizer step in the base configuration."""
         return self.base_batch_size * self.base_world_size
 
 
 def scaled_lr(rule: ScalingRule, lr: float, old_batch: int, new_batch: int) -> float:
-    """The rate for `new_batch` when `lr` was right for `old_batch`."""
+    """The rate for `new_batch`, given the rate `lr` for `old_batch`."""
     ratio = new_batch / old_batch
     if rule is ScalingRule.LINEAR:
         return lr * ratio
@@ -98,14 +98,14 @@ def scaled_lr(rule: ScalingRule, lr: float, old_batch: int, new_batch: int) -> f
 
 
 def target_lr(config: ScalingConfig, effective_batch: int) -> float:
-    """The rate for an effective batch, from the base, within [min_lr, max_lr]."""
+    """The rate for an effective batch size, computed from the base and clamped to [min_lr, max_lr]."""
     lr = scaled_lr(config.scaling_rule, config.base_lr, config.base_effective_batch_size, effective_batch)
     return min(max(lr, config.min_lr), config.max_lr)
 
 
 @dataclass(frozen=True)
 class WarmupScheduler:
-    """A straight ramp: `start_lr` at step 0, `target_lr` from step `warmup_steps` on."""
+    """A linear ramp: `start_lr` at step 0, `target_lr` from step `warmup_steps` on."""
 
     start_lr: float
     target_lr: float
@@ -119,11 +119,11 @@ class WarmupScheduler:
 
 
 class LRScalingManager:
-    """The rate of the current world, reached by a ramp after each change.
+    """Sets the rate for the current world size, with a ramp after each change.
 
-    Parameter groups keep their proportions to the first one. Without `world_size` the job is taken to start
-    in the base configuration; with it, the rate is set for that world at once (a first start has no ramp).
-    A schedule of the user's goes through `wrap`, so that neither overwrites the other.
+    Parameter groups keep their ratio to the first one. Without `world_size` the job starts in the base configuration; with
+    it, the rate is set for that world size immediately. Pass a schedule of the script through `wrap`, so that the two do
+    not overwrite each other.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class LRScalingManager:
         self._shares = [
             float(group["lr"]) / float(first) if first else 1.0 for group in optimizer.param_groups
         ]
-        self._unscaled: list[float] | None = None  # what a wrapped schedule asks for, per group
+        self._unscaled: list[float] | None = None  # rates of a wrapped schedule, per group
         self._ramp: WarmupScheduler | None = None
         self._ramp_step = 0
         self._lr = config.base_lr
@@ -147,12 +147,12 @@ class LRScalingManager:
 
     @property
     def current_lr(self) -> float:
-        """The rate of the first group now, before any wrapped schedule."""
+        """The current rate of the first group, without a wrapped schedule."""
         return self._lr
 
     @property
     def factor(self) -> float:
-        """What a wrapped schedule's rate is multiplied with."""
+        """Factor for the rates of a wrapped schedule."""
         return self._lr / self.config.base_lr
 
     @property
@@ -168,18 +168,18 @@ class LRScalingManager:
         return self._ramp is not None
 
     def get_scaled_lr(self, base_lr: float, old_effective_batch: int, new_effective_batch: int) -> float:
-        """The rate that this manager's rule gives; not clamped."""
+        """The rate by this manager's rule, not clamped."""
         return scaled_lr(self.config.scaling_rule, base_lr, old_effective_batch, new_effective_batch)
 
     def on_topology_change(self, new_world_size: int, batch_size: int | None = None) -> float:
-        """Starts the ramp from the rate of this moment to that of the new world; returns the latter."""
+        """Starts the ramp from the current rate to that of the new world; returns the target rate."""
         if new_world_size < 1:
             raise ValueError(f"a world of {new_world_size} ranks cannot train")
         self._current_world_size = new_world_size
         self._current_batch_size = batch_size or self._current_batch_size
         target = self._target()
         if target == (self._ramp.target_lr if self._ramp else self._lr):
-            return target  # under way or there already
+            return target
         if self.config.warmup_steps == 0:
             self._ramp, self._lr = None, target
             self._write()
@@ -189,7 +189,7 @@ class LRScalingManager:
         return target
 
     def step(self) -> float:
-        """To be called once per optimizer step; moves along the ramp and returns the rate."""
+        """Advances the ramp and returns the rate. Call it once per optimizer step."""
         if self._ramp is not None:
             self._ramp_step += 1
             self._lr = self._ramp.get_lr(self._ramp_step)
@@ -199,11 +199,11 @@ class LRScalingManager:
         return self._lr
 
     def wrap(self, scheduler: LRScheduler) -> ScaledSchedule:
-        """A scheduler of torch whose rates are multiplied with this manager's factor."""
+        """Wraps a torch scheduler, so that its rates are multiplied by this manager's factor."""
         return ScaledSchedule(scheduler, self)
 
     def state_dict(self) -> StateDict:
-        """Plain numbers; a ramp under way is part of it."""
+        """Plain numbers, including a running ramp."""
         ramp = self._ramp
         return {
             "current_lr": self._lr,
@@ -216,7 +216,7 @@ class LRScalingManager:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continues where the state was taken, in the middle of a ramp too, and sets the optimizer's rate."""
+        """Restores the state, also in the middle of a ramp, and sets the optimizer's rate."""
         self._lr = float(state["current_lr"])
         self._current_world_size = int(state["current_world_size"])
         self._current_batch_size = int(state.get("current_batch_size", self._current_batch_size))
@@ -240,10 +240,10 @@ class LRScalingManager:
 
 
 class ScaledSchedule:
-    """A torch scheduler that never sees the scaling: it steps on the unscaled rates.
+    """A torch scheduler that steps on the unscaled rates.
 
-    Recursive schedulers (they multiply the group's rate) and closed ones (they compute it from `initial_lr`)
-    both come out as `schedule(step) * factor`.
+    The result is `schedule(step) * factor`, both for schedulers that multiply the group's rate and for those that compute
+    it from `initial_lr`.
     """
 
     def __init__(self, scheduler: LRScheduler, manager: LRScalingManager) -> None:
@@ -259,7 +259,7 @@ class ScaledSchedule:
         self._take()
 
     def get_last_lr(self) -> list[float]:
-        """The rates that the optimizer has now."""
+        """The current rates of the optimizer."""
         return [float(group["lr"]) for group in self._manager.optimizer.param_groups]
 
     def state_dict(self) -> StateDict:
@@ -278,11 +278,11 @@ class ScaledSchedule:
 def create_lr_scheduler_with_warmup(
     optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int, min_lr: float = 0.0
 ) -> LRScheduler:
-    """A torch LambdaLR. The first step has 1/warmup_steps of the rate, not zero: no step is wasted."""
+    """A LambdaLR with linear warm-up and cosine decay. The first step has 1/warmup_steps of the rate, not zero."""
     from torch.optim.lr_scheduler import LambdaLR
 
     def factor(floor: float, step: int) -> float:
-        """Of the base rate of one parameter group."""
+        """Factor for the base rate of one parameter group."""
         if step < warmup_steps:
             return max(floor, (step + 1) / warmup_steps)
         done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
@@ -297,9 +297,9 @@ STRATEGIES = ["variable_batch", "constant_batch"]
 
 
 class ElasticScalingManager:
-    """`constant_batch`: accumulation changes, the rate stays. `variable_batch`: the rate follows the batch.
+    """Strategy `constant_batch` adapts the accumulation and keeps the rate; `variable_batch` adapts the rate.
 
-    `world_size` is the world at the start; without it the base world of the configuration.
+    `world_size` is the world size at the start (default: the base world size).
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class ElasticScalingManager:
             raise ConfigurationError(text, "scaling")
         self.strategy = strategy
         self.lr_manager = LRScalingManager(lr_config, optimizer, None if constant else world_size)
-        # without a target each rank has one micro-batch of its own
+        # without a target each rank has one micro-batch
         own = lr_config.base_batch_size, lr_config.base_world_size, RoundingMode.FLOOR
         batches = accum_config if constant and accum_config else GradAccumulationConfig(1, *own)
         self._batches = GradientAccumulationManager(batches, rank, world_size)
@@ -350,27 +350,27 @@ class ElasticScalingManager:
 
     @property
     def plan(self) -> BatchPlan | None:
-        """How each step's samples are dealt; None where every rank has its own batch."""
+        """The distribution of each step's samples; None if every rank has its own batch."""
         return self.accum_manager.plan if self.accum_manager else None
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples per optimizer step of each rank: what the data loader deals out."""
+        """Samples of each rank per optimizer step."""
         return self._batches.plan.shares
 
     def on_topology_change(self, new_world_size: int, rank: int | None = None) -> StateDict:
-        """Returns the rate that will be reached and this rank's number of micro-batches."""
+        """Returns the target rate and this rank's number of micro-batches."""
         steps = self._batches.on_topology_change(new_world_size, rank)
         constant = self.strategy == "constant_batch"
         lr = self.current_lr if constant else self.lr_manager.on_topology_change(new_world_size)
         return {"lr": lr, "accumulation_steps": steps}
 
     def should_step(self) -> bool:
-        """To be called after each backward: True when the optimizer is due."""
+        """Whether the optimizer step is due. Call it after each backward."""
         return self._batches.should_step()
 
     def step_lr(self) -> float:
-        """To be called once per optimizer step; moves along a ramp."""
+        """Advances a ramp. Call it once per optimizer step."""
         return self.lr_manager.step()
 
     def state_dict(self) -> StateDict:

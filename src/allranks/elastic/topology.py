@@ -1,8 +1,8 @@
-"""A change of the world as one explicit flow: stop → decide → rescale → restore → data → go. Runs in a rank.
+"""A change of the world size as one flow: decide, rescale, restore, move the data position. Runs in a rank.
 
     job = ElasticJob(model, optimizer, scaling=scaling, loader=loader, checkpoint=manager, limits=Limits(2, 4))
-    event = job.start(world_size, rank)                  # first start, or the restart after a change
-    event = job.on_topology_change(old, new, rank=rank)  # a change that this process lives through
+    event = job.start(world_size, rank)                  # in a new process, also after a restart
+    event = job.on_topology_change(old, new, rank=rank)  # in a process that survives the change
     for step in range(event.step, last + 1): ...; job.save(step)
 
 Every rank calls the same method with the same sizes.
@@ -19,7 +19,7 @@ from allranks.elastic.batches import StateDict
 from allranks.elastic.world import world_of
 from allranks.errors import AllranksError, TopologyChangeError
 
-if TYPE_CHECKING:  # the parts that are None need not be importable
+if TYPE_CHECKING:  # parts that are None do not need to be importable
     import torch
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -34,7 +34,7 @@ log = logging.getLogger("allranks.elastic")
 
 @dataclass(frozen=True)
 class Limits:
-    """In nodes; a world of r ranks has r / ranks_per_node of them."""
+    """Limits in nodes; a world of r ranks has r / ranks_per_node nodes."""
 
     min_nodes: int = 1
     max_nodes: int | None = None  # None: no upper limit
@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether the new world may train, and the sentence that says why."""
+    """Whether the new world may train, and why."""
 
     go: bool
     reason: str
@@ -60,7 +60,7 @@ def decide(old: int, new: int, limits: Limits) -> Decision:
         return Decision(
             False,
             "World size below min_nodes",
-            f"{max(nodes, 0)} node(s), elastic.min_nodes asks for {limits.min_nodes}",
+            f"{max(nodes, 0)} node(s), elastic.min_nodes requires {limits.min_nodes}",
         )
     if limits.max_nodes is not None and nodes > limits.max_nodes:
         return Decision(
@@ -73,7 +73,7 @@ def decide(old: int, new: int, limits: Limits) -> Decision:
 
 @dataclass(frozen=True)
 class TopologyEvent:
-    """What a change came to. `step` is the next one to train, `restored` where its state came from."""
+    """The result of a change. `step` is the next step to train, `restored` the source of the state."""
 
     old_world_size: int
     new_world_size: int
@@ -81,11 +81,11 @@ class TopologyEvent:
     step: int
     reason: str
     restored: str  # "checkpoint" | "live" | "fresh"
-    tier: str = ""  # of the checkpoint: "MEMORY" | "PEER" | "NVME" | "S3"
+    tier: str = ""  # tier of the checkpoint: "MEMORY" | "PEER" | "NVME" | "S3"
     lr: float | None = None
     accumulation_steps: int | None = None
     global_batch_size: int | None = None
-    data_position: int | None = None  # samples that all ranks together have consumed
+    data_position: int | None = None  # samples consumed by all ranks together
     took_s: float = 0.0
 
     def to_dict(self) -> StateDict:
@@ -94,7 +94,7 @@ class TopologyEvent:
 
 @dataclass
 class ElasticJob:
-    """The parts that a change touches; those that are None are left out."""
+    """The parts that a topology change affects; parts that are None are skipped."""
 
     model: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -106,9 +106,9 @@ class ElasticJob:
     metrics: TrainingMetrics | None = None
 
     def start(self, world_size: int | None = None, rank: int | None = None) -> TopologyEvent:
-        """A new process: continues from the newest checkpoint in this world, or starts at step 1 if there is none.
+        """In a new process: continues from the newest checkpoint, or starts at step 1 if there is none.
 
-        World size and rank are those of the process group, else of the environment, unless given.
+        World size and rank default to those of the process group, else of the environment.
         """
         here, world = world_of(rank, world_size)
         return self._change(None, world, here, None)
@@ -116,20 +116,20 @@ class ElasticJob:
     def on_topology_change(
         self, old: int, new: int, *, rank: int | None = None, live_step: int | None = None
     ) -> TopologyEvent:
-        """The world has changed. With `live_step`, the last step that all survivors hold in memory, nothing is
-        restored (a newcomer heals from its peers first); without, the newest checkpoint is."""
+        """Adapts to a changed world. Restores the newest checkpoint, unless `live_step` is given: the last step that all
+        survivors have in memory (a new rank heals from its peers first)."""
         here, _ = world_of(rank, new)
         return self._change(old, new, here, live_step)
 
     def state(self) -> StateDict:
-        """What belongs into a checkpoint's `dataset_state`: data and scaling, the same on every rank."""
+        """State of data and scaling for a checkpoint's `dataset_state`; the same on every rank."""
         return {
             "data": self.loader.state_dict() if self.loader is not None else None,
             "scaling": self.scaling.state_dict() if self.scaling is not None else None,
         }
 
     def save(self, step: int) -> tuple[CheckpointTier, ...]:
-        """To be called after each optimizer step: saves where it is due."""
+        """Saves to the tiers that are due. Call it after each optimizer step."""
         if self.checkpoint is None:
             return ()
         start = time.monotonic()
@@ -139,15 +139,15 @@ class ElasticJob:
         if saved and self.metrics is not None:
             stall = time.monotonic() - start
             for i, tier in enumerate(saved):
-                name = str(getattr(tier, "name", tier)).lower()  # a manager of the user may name them as text
+                name = str(getattr(tier, "name", tier)).lower()  # a user's own manager may return strings
                 self.metrics.checkpoint.record_save(name, stall, 0.0 if i else stall)
         return saved
 
     def _change(self, old: int | None, new: int, rank: int, live_step: int | None) -> TopologyEvent:
-        """One run of the flow. `old` None: this process has just started."""
+        """Runs the flow. `old` None: this process has just started."""
         began, doing = time.monotonic(), ""
         try:
-            if self.optimizer is not None:  # at a step boundary: what a step has begun is dropped
+            if self.optimizer is not None:  # drops the gradients of an interrupted step
                 self.optimizer.zero_grad(set_to_none=True)
             decision = decide(new if old is None else old, new, self.limits)
             if not decision.go:
@@ -180,7 +180,7 @@ class ElasticJob:
     def _restore(
         self, old: int | None, new: int, rank: int, live_step: int | None
     ) -> tuple[str, int, StateDict, int]:
-        """(where from, last finished step, our part of the state, the world before)."""
+        """(source of the state, last finished step, saved state of data and scaling, old world size)."""
         if live_step is not None:
             return "live", live_step, {}, new if old is None else old
         state = None
@@ -193,7 +193,7 @@ class ElasticJob:
                 )
                 raise _error("No checkpoint available for recovery", detail, old, new)
             return "fresh", 0, {}, new
-        # data and scaling: this rank's, or any rank's for one that was not there
+        # this rank's state of data and scaling, or for a new rank that of any other rank
         others = (state.rank_states[number].get("dataset_state") for number in sorted(state.rank_states))
         saved = state.dataset_state or next(filter(None, others), {})
         if self.scaling is not None and saved.get("scaling"):
@@ -207,12 +207,12 @@ class ElasticJob:
         if saved.get("data"):
             self.loader.load_state_dict(saved["data"])
         plan = self.scaling.plan if self.scaling is not None else None
-        # Data counts steps from 0, training from 1: after `step` finished steps the next batch is that of `step`.
+        # the data counts steps from 0, training from 1
         self.loader.on_topology_change(new, rank, plan, step=step)
 
     def _event(self, old: int, new: int, rank: int, restored: str, step: int, took_s: float) -> TopologyEvent:
         scaling, loader = self.scaling, self.loader
-        taken = getattr(self.checkpoint, "restored_from", None)  # a manager of the user may not say
+        taken = getattr(self.checkpoint, "restored_from", None)  # a user's own manager may lack it
         return TopologyEvent(
             old_world_size=old,
             new_world_size=new,

@@ -1,7 +1,4 @@
-"""The distributed environment of a rank: how it is started, who it is, set up, meet, tear down.
-
-torch is imported when it is needed.
-"""
+"""The distributed environment of a rank, and the options of torchrun. Imports torch on first use."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _DEFAULT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class WorldInfo:
-    """What torchrun (or `allranks run`) gives a rank."""
+    """What torchrun or `allranks run` set in the environment of a rank."""
 
     rank: int
     local_rank: int
@@ -36,7 +33,7 @@ class WorldInfo:
 
 
 def get_world_info() -> WorldInfo:
-    """From the environment; says what is missing and what to type."""
+    """Reads the environment of this rank; DistributedSetupError if a variable is missing."""
     missing = [name for name in _REQUIRED if not os.environ.get(name)]
     if missing:
         raise DistributedSetupError(
@@ -67,7 +64,7 @@ def _number(name: str, default: int = 0) -> int:
 def setup_distributed_environment(
     backend: str = "auto", init_method: str | None = None, timeout_s: float = _DEFAULT_TIMEOUT_S
 ) -> WorldInfo:
-    """Makes the default process group (nccl with a GPU, gloo without) and picks this rank's device."""
+    """Creates the default process group (nccl with a GPU, else gloo) and selects this rank's device."""
     info = get_world_info()
     import torch
     import torch.distributed as dist
@@ -77,7 +74,7 @@ def setup_distributed_environment(
     cuda = torch.cuda.is_available()
     if backend == "nccl" and not cuda:
         raise DistributedSetupError(
-            "backend 'nccl' needs a GPU and torch sees none",
+            "backend 'nccl' needs a GPU, but torch found none",
             hint="check nvidia-smi and CUDA_VISIBLE_DEVICES, or use backend='auto' (gloo on CPUs)",
         )
     chosen = ("nccl" if cuda else "gloo") if backend == "auto" else backend
@@ -98,7 +95,9 @@ def _explained(error: Exception, info: WorldInfo, backend: str) -> DistributedSe
     where = f"{info.master_addr}:{info.master_port}"
     sizes = {"rank": str(info.rank), "world_size": str(info.world_size)}
     message = f"Failed to initialize distributed ({backend}, {where}): {error}"
-    hint = f"are all {info.world_size} ranks started, is {where} right and its port free and open? allranks doctor"
+    hint = (
+        f"check that all {info.world_size} ranks were started and that {where} is reachable: allranks doctor"
+    )
     return DistributedSetupError(message, (), {"backend": backend, "master": where, **sizes}, hint=hint)
 
 
@@ -108,12 +107,12 @@ def cleanup_distributed() -> None:
 
 
 def get_rank() -> int:
-    """0 without a process group."""
+    """This rank; 0 without a process group."""
     return int(dist.get_rank()) if (dist := _dist()) is not None else 0
 
 
 def get_world_size() -> int:
-    """1 without a process group."""
+    """Number of ranks; 1 without a process group."""
     return int(dist.get_world_size()) if (dist := _dist()) is not None else 1
 
 
@@ -123,19 +122,21 @@ def is_main_process() -> bool:
 
 
 def barrier() -> None:
-    """Waits for all ranks, as long as the process group's timeout; returns at once without a group."""
+    """Waits for all ranks, up to the process group's timeout. Does nothing without a group."""
     if (dist := _dist()) is not None:
         dist.barrier()
 
 
 def broadcast_object(obj: object, src: int = 0) -> Any:
-    """Sends plain data (what msgpack can hold) from `src` to all ranks; a TypeError on all of them if it is something
-    else. Tuples arrive as lists. Tensors have torch's own `broadcast`."""
-    packed, refused = [b""], f"rank {src} had nothing that can be sent as plain data"
+    """Sends plain data from `src` to all ranks; TypeError on all ranks if msgpack cannot encode it.
+
+    Tuples arrive as lists. For tensors use torch's `broadcast`.
+    """
+    packed, refused = [b""], f"rank {src} passed a value that is not plain data"
     if get_rank() == src:
         try:
             packed = [msgspec.msgpack.encode(obj)]
-        except TypeError as error:  # the others wait already: they are notified first
+        except TypeError as error:  # raised after the broadcast, for which the other ranks wait
             refused = str(error)
     if (dist := _dist()) is not None:
         dist.broadcast_object_list(packed, src)
@@ -145,7 +146,7 @@ def broadcast_object(obj: object, src: int = 0) -> Any:
 
 
 def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """(rank, world size): as given, else of torch.distributed, else of the environment, else 0 of 1."""
+    """(rank, world size): as given, else from torch.distributed, else from the environment, else (0, 1)."""
     known = _dist() is not None
     if rank is None:
         rank = get_rank() if known else int(os.environ.get("RANK", 0))
@@ -162,10 +163,10 @@ def _dist() -> ModuleType | None:
 
 @dataclass(frozen=True)
 class ElasticTrainingConfig:
-    """`heartbeat_*` are torchrun's keep-alive; `nproc_per_node` None: one per GPU, or one."""
+    """Options of torchrun. `heartbeat_*` are its keep-alive; `nproc_per_node` None: one per GPU, at least one."""
 
-    min_nodes: int = option(1, "the job stops below", at_least=1)
-    max_nodes: int = option(4, "no more are taken in", at_least=1)
+    min_nodes: int = option(1, "the job stops with fewer nodes", at_least=1)
+    max_nodes: int = option(4, "no further nodes may join", at_least=1)
     rdzv_backend: str = option(
         "c10d",
         "how nodes find each other",
@@ -174,10 +175,12 @@ class ElasticTrainingConfig:
     )
     rdzv_endpoint: str = "localhost:29400"
     rdzv_id: str = option("elastic-training", "the same on every node of a job")
-    heartbeat_interval: float = option(1.0, "between two signs of life of a node", unit="s", above=0)
-    heartbeat_timeout: float = option(5.0, "silence after which a node is dead", unit="s", above=0)
+    heartbeat_interval: float = option(1.0, "between two heartbeats of a node", unit="s", above=0)
+    heartbeat_timeout: float = option(
+        5.0, "a node without a heartbeat for this long is dead", unit="s", above=0
+    )
     nproc_per_node: int | str | None = None
-    max_restarts: int = option(100, "of the job's ranks", at_least=0)
+    max_restarts: int = option(100, "restarts of the job's ranks", at_least=0)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -192,7 +195,7 @@ class ElasticTrainingConfig:
             )
 
     def to_torchrun_args(self) -> list[str]:
-        """Seven flags for torchrun or `allranks run`."""
+        """The flags for torchrun or `allranks run`."""
         return [
             f"--nnodes={self.min_nodes}:{self.max_nodes}",
             f"--nproc-per-node={self.nproc_per_node if self.nproc_per_node is not None else _devices()}",
@@ -205,13 +208,13 @@ class ElasticTrainingConfig:
 
 
 def keep_alive(interval_s: float, timeout_s: float) -> str:
-    """torchrun's words for heartbeats; it knows whole seconds only."""
+    """Heartbeats as torchrun's --rdzv-conf, which takes whole seconds only."""
     whole = max(1, math.floor(interval_s))
     return f"keep_alive_interval={whole},keep_alive_max_attempt={max(2, math.ceil(timeout_s / whole))}"
 
 
 def obey_timeout(words: list[str]) -> list[str]:
-    """`--rdzv-conf timeout=N`, which torchrun passes over without a word, as what it does obey: join_timeout."""
+    """Replaces `--rdzv-conf timeout=N`, which torchrun silently ignores, by `join_timeout=N`."""
     found = []
     for index, word in enumerate(words):
         after_flag = index > 0 and words[index - 1].replace("_", "-") == "--rdzv-conf"
@@ -226,13 +229,13 @@ def obey_timeout(words: list[str]) -> list[str]:
 
 
 def need_etcd_v2(backend: str | None) -> None:
-    """torch's own etcd backends need packages that it does not install."""
+    """Raises InputError if the packages for torch's etcd backends, which torch does not install, are missing."""
     missing = [name for name in ("etcd", "urllib3") if importlib.util.find_spec(name) is None]
     if backend in ("etcd", "etcd-v2") and missing:
         raise InputError(
             f"--rdzv-backend {backend} needs the package{'s' if len(missing) > 1 else ''} "
             f"{' and '.join({'etcd': 'python-etcd'}.get(name, name) for name in missing)}",
-            hint="pip install python-etcd urllib3, or use --rdzv-backend etcd-v3, which needs nothing (and etcd 3.6 has no v2)",
+            hint="pip install python-etcd urllib3, or use --rdzv-backend etcd-v3, which needs no package (etcd 3.6 has no v2 API)",
         )
 
 

@@ -1,4 +1,4 @@
-"""torchfrtrace's output from our diagnosis: one TraceProblem per block of it, then line by line. Pure."""
+"""Renders a diagnosis as the output of torchfrtrace: one TraceProblem per block. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from allranks.model.diagnosis import FileNote
 from allranks.model.torch_dump import profiling_name
 from allranks.model.trace import RankTrace, State
 
-#: Words for states, as torch writes them; it has none for the last two.
 STATES = {state: state.name.lower() for state in State}
 #: Selected ranks and names of groups; empty: all.
 Filters = tuple[frozenset[int], frozenset[str]]
@@ -24,7 +23,7 @@ NOT_ALL = "Not all ranks joining collective, sequence number"
 
 @dataclass(frozen=True)
 class TraceProblem:
-    """A collective that went wrong, seen from `rank`, whose call is `row`. `headline` has the sequence filled in."""
+    """A collective with a problem, as seen from `rank`, whose call is `row`."""
 
     headline: str
     group: int
@@ -33,10 +32,10 @@ class TraceProblem:
     row: int
     expected: tuple[int, ...]
     missing: tuple[int, ...] = ()
-    errors: tuple[tuple[int, str], ...] = ()  # rank, and what it did, in torchfrtrace's words
+    errors: tuple[tuple[int, str], ...] = ()  # (rank, error in torchfrtrace's words)
     totals: tuple[int, int] | None = None
     involved: tuple[int, ...] = ()
-    bare: bool = False  # the headline alone, without the lines of the collective
+    bare: bool = False  # print only the headline
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Analysis:
 
 
 def analyse(traces: Sequence[RankTrace], files: Sequence[FileNote] = (), now_ns: int = 0) -> Analysis:
-    """Finds what is really wrong: wrapped rings, point-to-point and uneven sizes accuse nobody."""
+    """Diagnoses the traces; wrapped rings, point-to-point calls and uneven sizes are not problems."""
     options = DiagnoseOptions(now_ns=now_ns)
     examined = examine(traces, files, options)
     context, mismatches = examined.context, examined.mismatches
@@ -68,7 +67,7 @@ def analyse(traces: Sequence[RankTrace], files: Sequence[FileNote] = (), now_ns:
 
 
 def _blocked(job: Job, blocked: Blocked) -> TraceProblem:
-    """A call that some ranks did not join, or that all joined and none finished."""
+    """A call that some ranks did not join, or that no rank finished."""
     rank, row = min(blocked.rows.items())
     group = job.groups[blocked.group]
     calls = job.ranks[rank].trace.calls
@@ -90,7 +89,7 @@ def _blocked(job: Job, blocked: Blocked) -> TraceProblem:
 
 
 def _mismatched(job: Job, mismatch: Mismatch, guilty: set[int]) -> TraceProblem:
-    """Calls that do not fit together; the largest class without a rank that `diagnose` blames is taken for right."""
+    """Calls that do not match; the largest class without a rank that `diagnose` blames is the reference."""
     group = job.groups[mismatch.group]
     classes = sorted(mismatch.classes, key=lambda each: bool(guilty & set(each[1])))
     mismatch = replace(mismatch, classes=tuple(classes))
@@ -150,7 +149,7 @@ def lists(sizes: tuple[tuple[int, ...], ...]) -> list[list[int]]:
 
 
 def call_name(job: Job, rank: int, row: int) -> str:
-    """ "nccl:all_reduce" or "nccl:send 0->1", as the dump had it."""
+    """ "nccl:all_reduce" or "nccl:send 0->1", as in the dump."""
     trace = job.ranks[rank].trace
     call = trace.calls[row]
     group = trace.groups[int(call["group"])]
@@ -161,24 +160,24 @@ def call_name(job: Job, rank: int, row: int) -> str:
 
 
 def check_filters(traces: Sequence[RankTrace], filters: Filters) -> None:
-    """InputError for a rank or group that is in no dump: silence would read as "nothing wrong"."""
+    """Raises InputError for a rank or group that is in no dump."""
     ranks, groups = filters
     members = {rank for trace in traces for group in trace.groups for rank in group.ranks}
     known = {trace.header.rank for trace in traces if trace.header.rank is not None} | members
     if ranks - known:
         text = ", ".join(map(str, sorted(ranks - known)))
         hint = f"Ranks in the dumps: {', '.join(map(str, sorted(known))) or 'none'}."
-        raise InputError(f"--selected-ranks: no rank {text} here", hint=hint)
+        raise InputError(f"--selected-ranks: no dump has rank {text}", hint=hint)
     names = {
         text for trace in traces for group in trace.groups[1:] for text in (group.name, group.desc) if text
     }
     if groups - names:
         hint = f"Groups in the dumps: {', '.join(sorted(names)) or 'none'}."
-        raise InputError(f"--pg-filters: no group {', '.join(sorted(groups - names))} here", hint=hint)
+        raise InputError(f"--pg-filters: no dump has group {', '.join(sorted(groups - names))}", hint=hint)
 
 
 def render_blocks(analysis: Analysis, filters: Filters, cap: int) -> Iterator[str]:
-    """The findings, in the original's words and order of lines; at most `cap` per group."""
+    """The findings in torchfrtrace's words and order; at most `cap` per group."""
     counts: Counter[int] = Counter()
     for problem in analysis.problems:
         if not _shown(analysis.job, problem, filters):

@@ -1,11 +1,10 @@
-"""Dumps of every kind → the model: black boxes, torch pickles and JSON, torchcomms. All version tests live here.
+"""Loads dumps of every kind: black boxes, dumps of torch and torchcomms.
 
     result = load_paths(["dumps/"], LoadOptions())
     result.traces   # one RankTrace per rank, in rank order; they share the tables of names, sizes and stacks
-    result.files    # what became of every file
+    result.files    # a note on every file
 
-A file that cannot be read is a note in `files`, never an exception. InputError only for a path that does not exist
-and for an attempt that is not there.
+An unreadable file is a note in `files` and not an exception. See `load_paths` for errors.
 """
 
 from allranks.load.loading import load_paths

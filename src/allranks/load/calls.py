@@ -1,8 +1,7 @@
-"""Entries of a torch dump → rows of CALL, and its process groups, with the quirks of each library set right. The plain way:
-any mapping with the right keys will do.
+"""Converts the entries of a torch dump into rows of CALL, and its process groups.
 
-Entries are dictionaries as torch writes them (pickle or JSON, 2.3 to 2.10, torchcomms). Values of a wrong type
-become "unknown"; entries that are not dictionaries, or have no operation, are left out and counted.
+Entries are dictionaries as in torch (pickle or JSON, 2.3 to 2.10) and torchcomms. Values of a wrong type become "unknown";
+entries that are not dictionaries, or have no operation, are skipped and counted.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import numpy as np
 from allranks.blackbox.tables import MAX_FRAMES, MAX_MEMBERS, MAX_TEXT, Tables
 from allranks.model.trace import CALL, Flag, Group, Shapes, State
 
-#: Of one rank; each group costs time when ranks are compared. Large jobs have some dozens.
+#: Limit per rank, because comparing ranks takes time per group. Large jobs have a few dozen.
 MAX_GROUPS = 2_000
-#: The name and description that torch gives the group of all ranks.
+#: torch's name and description of the default group.
 DEFAULT_NAME, DEFAULT_DESC = "0", "default_pg"
 
 
 def read_members(text: object, cache: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The global ranks in a "[0, 1, 2]" string (torchcomms writes no blanks); () when unknown or not such."""
+    """The global ranks in a text such as "[0, 1, 2]"; () if unknown or invalid."""
     if isinstance(text, (list, tuple)):
         ranks = [rank for rank in text[:MAX_MEMBERS] if type(rank) is int]
         return tuple(ranks) if len(ranks) == len(text) else ()
@@ -43,17 +42,17 @@ def read_members(text: object, cache: dict[str, tuple[int, ...]]) -> tuple[int, 
 
 @dataclass
 class GroupTable:
-    """The groups of one file: those configured and those used. Index 0 means none."""
+    """The configured and used groups of one file. Index 0 means none."""
 
     tables: Tables
     config: dict[str, object]
     member_cache: dict[str, tuple[int, ...]]
     groups: list[Group] = field(default_factory=lambda: [Group("")])
     _ids: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    left_out: bool = False  # there are more than MAX_GROUPS
+    left_out: bool = False  # more than MAX_GROUPS
 
     def index(self, name: str, desc: str, backend: str) -> int:
-        """The index of the group that an entry names."""
+        """The index of the group of an entry."""
         key = (name, desc, backend)
         found = self._ids.get(key)
         if found is None and len(self.groups) > MAX_GROUPS:
@@ -66,9 +65,9 @@ class GroupTable:
         return found
 
     def add_configured(self, backend: str) -> None:
-        """Adds the groups that were made but not used: a rank that never entered its group is a finding."""
+        """Adds groups without calls: a rank that never entered its group is a finding."""
         used = {name for name, _, _ in self._ids}
-        used.add("")  # gloo writes its configuration under no name; the entries hold the truth
+        used.add("")  # gloo's configuration has no name and is not reliable
         for name, entry in self.config.items():
             if not isinstance(entry, dict) or not isinstance(name, str) or name in used:
                 continue
@@ -79,7 +78,7 @@ class GroupTable:
         entry = self.config.get(name)
         if isinstance(entry, dict):
             return read_members(entry.get("ranks"), self.member_cache)
-        # gloo of 2.13 writes the default group's members under the key '', and '[]' once a subgroup exists.
+        # gloo in torch 2.13 writes the members of the default group under the key '', and '[]' once a subgroup exists
         nameless = self.config.get("")
         if isinstance(nameless, dict) and (name == DEFAULT_NAME or desc == DEFAULT_DESC):
             return read_members(nameless.get("ranks"), self.member_cache)
@@ -87,7 +86,7 @@ class GroupTable:
 
 
 def default_group(groups: list[Group]) -> Group | None:
-    """The group of all ranks, when the file has it."""
+    """The default group, if the file has it."""
     return next((g for g in groups if g.desc == DEFAULT_DESC or g.name == DEFAULT_NAME), None)
 
 
@@ -118,7 +117,7 @@ _pick = itemgetter(*_KEYS)
 
 @dataclass
 class Interner:
-    """Turns the variable-length parts of entries into indices. One per load, with a fresh `groups` per file."""
+    """Converts the variable-length parts of entries into indices. One per file."""
 
     tables: Tables
     groups: GroupTable
@@ -126,10 +125,12 @@ class Interner:
     _stacks: dict[tuple[int, ...], int] = field(default_factory=dict)
     _frames: dict[int, int] = field(default_factory=dict)
     _threads: dict[str, int] = field(default_factory=dict)
-    own_ranks: set[int] = field(default_factory=set)  # what names of sends and receives say of the recorder
+    own_ranks: set[int] = field(
+        default_factory=set
+    )  # of the recording process, from names of sends and receives
 
     def kind(self, process_group: object, profiling_name: object) -> tuple[int, int, int, int]:
-        """(group index, op index, peer, flags) of an entry's group and "<library>:<op>[ s->d| d<-s]"."""
+        """(group index, op index, peer, flags) of an entry's group and its name "<library>:<op>[ s->d| d<-s]"."""
         found = None
         names = tuple(process_group[:2]) if isinstance(process_group, (list, tuple)) else ("", "")
         key = (names, profiling_name)
@@ -166,7 +167,7 @@ class Interner:
         return self.tables.shape(Shapes(_sizes(inputs), _sizes(outputs), *dtypes))
 
     def thread(self, text: object) -> int:
-        """The low bits of a thread's number, which is text."""
+        """The low 32 bits of a thread id, which is text."""
         if not isinstance(text, str):
             return 0
         found = self._threads.get(text)
@@ -176,7 +177,7 @@ class Interner:
         return found
 
     def stack(self, frames: object) -> int:
-        """The index of a list of frame dictionaries. Torch shares equal frames, so identity is asked first."""
+        """The index of a list of frame dictionaries, cached by identity, because torch shares equal frames."""
         if not isinstance(frames, list) or not frames:
             return 0
         frames = frames[:MAX_FRAMES]
@@ -192,7 +193,7 @@ class Interner:
 
 
 def read_frame(tables: Tables, frame: object) -> int:
-    """The number of one {name, filename, line} dictionary; -1 when it is none."""
+    """The index of a frame from a {name, filename, line} dictionary; -1 if invalid."""
     if not isinstance(frame, dict):
         return -1
     name, file, line = frame.get("name"), frame.get("filename"), frame.get("line")
@@ -202,15 +203,15 @@ def read_frame(tables: Tables, frame: object) -> int:
 
 
 def split_name(profiling_name: str) -> tuple[str, str, int, int]:
-    """("nccl", "send", 0, 1) of "nccl:send 0->1": library, operation, and the group-local ranks of the process that recorded it
-    and of its partner, -1 where the name does not say."""
+    """("nccl", "send", 0, 1) for "nccl:send 0->1": library, operation, and the group-local ranks of the recording process
+    and its partner (-1 unknown)."""
     backend, colon, rest = profiling_name.partition(":")
     if not colon:
         backend, rest = "", profiling_name
     op, _, ends = rest.partition(" ")
     for arrow in ("->", "<-"):
         if arrow in ends:
-            # "s->d" is the sender's view, "d<-s" the receiver's: the partner always stands on the right.
+            # "s->d" is the sender's name, "d<-s" the receiver's: the partner is always on the right
             own, _, peer = ends.partition(arrow)
             return backend, op, _local_rank(own.strip()), _local_rank(peer.strip())
     return backend, op, -1, -1
@@ -221,7 +222,7 @@ def _local_rank(text: str) -> int:
 
 
 def read_calls(entries: list[Any], interner: Interner) -> tuple[np.ndarray, int]:
-    """The rows of all usable entries, and how many entries were not usable. Coalescing is marked later."""
+    """The rows of all valid entries, and the number of invalid ones. Coalescing is marked later."""
     try:
         rows = list(map(_pick, entries))
         bad = 0
@@ -236,7 +237,7 @@ def read_calls(entries: list[Any], interner: Interner) -> tuple[np.ndarray, int]
     calls = np.zeros(len(rows), CALL)
     if rows:
         _fill(calls, list(zip(*rows, strict=False)), interner)
-        # what only some versions and libraries write
+        # only some versions and libraries write these
         calls["stack"] = [interner.stack(entry.get("frames")) for entry in entries]
         calls["thread"] = [interner.thread(entry.get("thread_id")) for entry in entries]
         _fill_started(calls, [entry.get("duration_ms") for entry in entries])
@@ -244,7 +245,7 @@ def read_calls(entries: list[Any], interner: Interner) -> tuple[np.ndarray, int]
 
 
 def _fill(calls: np.ndarray, columns: list[tuple[object, ...]], interner: Interner) -> None:
-    """What every entry has, a column at a time."""
+    """Fills the columns that every entry has."""
     for (name, _), column in zip(NUMBERS, columns, strict=False):
         calls[name] = numbers(column, missing=-1 if name == "seq" else 0)
     calls["begin"] = np.maximum(calls["begin"].astype(np.int64), 0)
@@ -263,7 +264,7 @@ def _fill(calls: np.ndarray, columns: list[tuple[object, ...]], interner: Intern
 
 
 def _fill_started(calls: np.ndarray, durations: list[object]) -> None:
-    """Where only the duration is known, the start is the completion less the duration."""
+    """Computes the start from the completion and the duration, if only those are known."""
     known = np.array([float(d) if isinstance(d, (int, float)) else np.nan for d in durations])
     known[~(np.abs(known) < 1e12)] = np.nan
     rows = (calls["started_ns"] == 0) & (calls["completed_ns"] != 0) & ~np.isnan(known)
@@ -271,7 +272,7 @@ def _fill_started(calls: np.ndarray, durations: list[object]) -> None:
 
 
 def numbers(column: Sequence[object], missing: int = 0) -> np.ndarray:
-    """A column of integers; None, text that is not a number and numbers beyond 63 bits become `missing`."""
+    """A column of integers; None, invalid text and numbers beyond 63 bits become `missing`."""
     kinds = set(map(type, column))
     try:
         if kinds <= {int}:
@@ -295,7 +296,7 @@ def _number(value: object, missing: int) -> int:
 
 
 def _intern_shapes(interner: Interner, quads: list[tuple[Any, Any, Any, Any]]) -> list[int]:
-    """Indices of sizes and dtypes; anything that is not lists of lists of numbers counts as unknown."""
+    """Indices of sizes and dtypes; invalid ones count as unknown."""
     seen: dict[object, int] = {}
     found = []
     for quad in quads:
@@ -306,14 +307,14 @@ def _intern_shapes(interner: Interner, quads: list[tuple[Any, Any, Any, Any]]) -
             index = seen.get(key)
             if index is None:
                 index = seen[key] = interner.shape(quad)
-        except (TypeError, KeyError):  # no lists, or lists of what cannot be compared
+        except (TypeError, KeyError):  # not lists, or items that are not hashable
             index = interner.shape(quad)
         found.append(index)
     return found
 
 
 def _size_key(value: Any) -> tuple[object, ...]:
-    """A hashable copy of a list of lists; refuses to expand what a hostile file made of shared references."""
+    """A hashable copy of a list of lists; TypeError if a hostile file would make it too large."""
     if len(value) == 1:
         only = value[0]
         if len(only) <= MAX_DIMENSIONS:
@@ -324,7 +325,7 @@ def _size_key(value: Any) -> tuple[object, ...]:
 
 
 def _sizes(value: object) -> tuple[tuple[int, ...], ...]:
-    """[[4, 4], [2]] as tuples; () when it is anything else or unreasonably large."""
+    """Sizes such as [[4, 4], [2]] as tuples; () if invalid or too large."""
     if not isinstance(value, (list, tuple)) or len(value) > MAX_TENSORS:
         return ()
     sizes = []

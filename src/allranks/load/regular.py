@@ -1,12 +1,11 @@
-"""Large pickles read faster than they can be unpickled: a dump repeats itself, two thousand times.
+"""Reads large pickles of torch by their repeated byte patterns, which is faster than unpickling.
 
-Entries differ in a few numbers and otherwise repeat a small set of byte patterns. So the entries are distinguished by
-their bytes; one of each pattern, and those that define memo numbers, make a small pickle that the plain way reads;
-the numbers of all others are taken from the bytes, a column at a time. Whatever looks unexpected raises Irregular,
-and the plain way reads the whole file: the result is the same, only later.
+Entries of a dump repeat a few byte patterns and differ only in some numbers. One entry of each pattern, and all entries that
+define memo numbers, form a small pickle, which is unpickled. The numbers of the other entries are read from the bytes, by
+column. Anything unexpected raises Irregular; then the whole file is unpickled, with the same result.
 
-torch writes every entry after the first with the same beginning: a dictionary, a mark, and the first key from the memo. Text and
-frames get a memo number where they first occur; an entry that defines one is kept as it is. Only the opcodes of torch's pickler are known.
+Every entry after the first begins with a dictionary, a mark and the first key from the memo. Text and frames get a memo number
+at their first occurrence. Only the opcodes of torch's pickler are supported.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 from allranks.load.calls import NUMBERS
 from allranks.model.trace import CALL
 
-#: opcode → operand bytes; text and long numbers have their own lengths
+#: opcode → operand bytes, without text and long numbers
 _OPERANDS = {
     # containers, tuples, True, False, None
     **dict.fromkeys(b"}]()ueast\x85\x86\x87\x88\x89N", 0),
@@ -34,48 +33,45 @@ TEXT, LONG1, MARK, SET_ITEMS = 0x58, 0x8A, 0x28, 0x75
 _CLOSING = (0x75, 0x65, 0x74)
 _FORMATS = {0x4B: "u1", 0x4D: "<u2", 0x4A: "<i4", 0x8A: "<i8", 0x47: ">f8"}
 
-#: keys whose values are numbers that differ from entry to entry
+#: keys of numbers that differ between entries
 VARYING = (
     *("record_id", "collective_seq_id", "p2p_seq_id", "op_id", "duration_ms"),
     *("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"),
 )
 
-#: Below this many bytes the plain way is as fast.
-MIN_BYTES = 16384
-#: More patterns than this share of the entries, and nothing is gained.
-MAX_PATTERN_SHARE = 0.5
+MIN_BYTES = 16384  # smaller files are unpickled
+MAX_PATTERN_SHARE = 0.5  # of the entries; with more patterns unpickling is as fast
 MAX_LAYOUTS = 256
-#: So few entries of one length are not worth a layout: they are read as they are.
-FEW = 6
-#: column of CALL ← key of VARYING
+FEW = 6  # so few entries of one length do not get a layout
+#: (column of CALL, key of VARYING)
 COLUMNS = tuple((column, key) for column, key in NUMBERS if key in VARYING)
 MAX_ENTRY_BYTES = 4096
-#: The first entry, behind the key "entries", an empty list and a mark.
+#: The first entry, after the key "entries", an empty list and a mark.
 _OPENING = re.compile(rb"X\x07\x00\x00\x00entries(?:q.|r....)\]\(\}", re.DOTALL)
 Token = tuple[int, int, int]  # opcode, operand offset, operand bytes
 
 
 class Irregular(Exception):
-    """The bytes are not laid out as expected; the plain way must read them."""
+    """The bytes are not laid out as expected: the file must be unpickled."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What all entries share that equal `template` where `fixed` is set. Words are 8 bytes, the last one padded."""
+    """The layout of all entries that equal `template` in the bytes of `fixed`. Words have 8 bytes, the last is padded."""
 
-    template: np.ndarray  # the words of the entry that it was learnt from
-    fixed: np.ndarray  # mask: the bytes that give the structure
-    keep: np.ndarray  # mask: everything but the varying numbers
+    template: np.ndarray  # the words of one such entry
+    fixed: np.ndarray  # mask: the bytes of the structure
+    keep: np.ndarray  # mask: everything except the varying numbers
     numbers: np.dtype  # fields named as in VARYING, at their offsets
-    defines: bool  # whether such entries define memo numbers, which others may use
+    defines: bool  # whether such entries define memo numbers
 
 
-#: Layouts learnt from earlier files, by key numbers and length: the ranks of a job write alike.
+#: Layouts from earlier files, by memo numbers of the keys and length: the ranks of a job write alike.
 LayoutCache = defaultdict[tuple[tuple[tuple[int, str], ...], int], list[Layout]]
 
 
 def tokens_of(data: bytes, start: int) -> tuple[list[Token], int]:
-    """(the opcodes of the entry that starts at `start`, the position behind it); offsets are relative to `start`."""
+    """(opcodes of the entry at `start`, the position after it); offsets are relative to `start`."""
     tokens: list[Token] = []
     position, depth = start, 0
     while position < len(data):
@@ -96,10 +92,10 @@ def tokens_of(data: bytes, start: int) -> tuple[list[Token], int]:
 
 
 def learn(data: bytes, start: int, stop: int, keys: dict[int, str]) -> Layout:
-    """The layout of the entry at `start`, whose piece of the file ends at `stop`. `keys`: memo number → VARYING key."""
+    """The layout of the entry from `start` to `stop`. `keys`: memo number → key of VARYING."""
     tokens, end = tokens_of(data, start)
     if end != stop:
-        raise Irregular("an entry does not end where the next one begins")
+        raise Irregular("an entry does not end at the start of the next one")
     entry = data[start:stop]
     size_of_row = (len(entry) + 7) // 8 * 8
     template, fixed, keep = (np.zeros(size_of_row, np.uint8) for _ in range(3))
@@ -124,11 +120,10 @@ def learn(data: bytes, start: int, stop: int, keys: dict[int, str]) -> Layout:
 
 
 def find_entries(data: bytes) -> np.ndarray:
-    """The bounds of the entries: entry i is the bytes from bounds[i] to bounds[i+1]. Raises Irregular when there are none of the
-    expected form."""
+    """The bounds of the entries: entry i has the bytes from bounds[i] to bounds[i+1]."""
     opening = _OPENING.search(data)
     if data[:2] != b"\x80\x02" or opening is None:
-        raise Irregular("no pickle of torch")
+        raise Irregular("not a pickle of torch")
     first = opening.end() - 1
     key = _first_key(data, first)
     getting = bytes((GETS[0], key)) if key < 256 else bytes((GETS[1],)) + key.to_bytes(4, "little")
@@ -139,7 +134,7 @@ def find_entries(data: bytes) -> np.ndarray:
 
 
 def _keys_of_numbers(data: bytes) -> dict[int, str]:
-    """Memo number → key, for the keys of VARYING that the file has; numbers stand behind the texts."""
+    """Memo number → key, for the keys of VARYING in the file; the number follows the text."""
     keys = {}
     for name in VARYING:
         at = data.find(b"X" + len(name).to_bytes(4, "little") + name.encode())
@@ -147,27 +142,27 @@ def _keys_of_numbers(data: bytes) -> dict[int, str]:
             put = at + 5 + len(name)
             size = {PUTS[0]: 1, PUTS[1]: 4}.get(data[put]) if put < len(data) else None
             if size is None:
-                raise Irregular("a key without a memo number")
+                raise Irregular("key without a memo number")
             keys[int.from_bytes(data[put + 1 : put + 1 + size], "little")] = name
     return keys
 
 
 def _first_key(data: bytes, start: int) -> int:
-    """The memo number of the key that every entry begins with."""
+    """The memo number of the first key of every entry."""
     tokens, _ = tokens_of(data, start)
     (mark, *_), (opcode, *got), (put, *given) = tokens[1:4] if len(tokens) > 3 else [(0, 0, 0)] * 3
     if mark != MARK or (opcode not in GETS and not (opcode == TEXT and put in PUTS)):
-        raise Irregular("no key with a memo number")
+        raise Irregular("first key without a memo number")
     place, width = got if opcode in GETS else given
     return int.from_bytes(data[start + place : start + place + width], "little")
 
 
 @dataclass(frozen=True)
 class Regular:
-    """A small pickle that stands for a large one.
+    """A small pickle that represents a large one.
 
-    `entry_of[i]` is the place, among the small pickle's entries, of the one whose pattern entry i has. `numbers`
-    holds, per key of VARYING, the true values of all entries where `has` says that there is one.
+    `entry_of[i]` is the index of the entry in the small pickle with the same pattern as entry i. `numbers` holds the values
+    of all entries per key of VARYING; `has` marks the entries that have the key.
     """
 
     small: bytes
@@ -177,10 +172,10 @@ class Regular:
     has: dict[str, np.ndarray]
 
     def expand(self, calls: np.ndarray) -> np.ndarray:
-        """The rows of all entries, given those of the small pickle's."""
+        """The rows of all entries, from those of the small pickle."""
         if len(calls) != self.small_count:
-            raise Irregular("a piece was no entry")
-        words = calls.view(np.uint64).reshape(len(calls), -1)  # copied far faster than records
+            raise Irregular("a piece was not an entry")
+        words = calls.view(np.uint64).reshape(len(calls), -1)  # numpy copies words faster than records
         full: np.ndarray = words[self.entry_of].view(CALL)[:, 0]
         for column, key in COLUMNS:
             rows, values = self.has[key], self.numbers[key]
@@ -200,7 +195,7 @@ class Regular:
 
 
 def shrink(data: bytes, cache: LayoutCache) -> Regular:
-    """Finds the patterns of a dump's entries. Raises Irregular when it is not such a file."""
+    """Finds the patterns of a dump's entries; raises Irregular."""
     bounds = find_entries(data)
     lengths = np.diff(bounds)
     if len(lengths) < 64 or lengths.max() > MAX_ENTRY_BYTES:
@@ -220,7 +215,7 @@ def shrink(data: bytes, cache: LayoutCache) -> Regular:
 
 
 class _Work:
-    """What piles up while the entries of one file are sorted by pattern."""
+    """State while the entries of one file are grouped by pattern."""
 
     def __init__(self, data: bytes, bounds: np.ndarray, cache: LayoutCache) -> None:
         count = len(bounds) - 1
@@ -230,7 +225,7 @@ class _Work:
         padded = np.zeros((len(data) + MAX_ENTRY_BYTES + 15) // 8 * 8, np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
         self.bytes = padded
-        self.representative = np.arange(count)  # at first every entry stands for itself
+        self.representative = np.arange(count)  # initially every entry represents itself
         self.numbers = {
             name: np.zeros(count, np.float64 if name == "duration_ms" else np.int64) for name in VARYING
         }
@@ -238,7 +233,7 @@ class _Work:
         self.layouts = 0
 
     def sort_out(self, rows: np.ndarray, length: int) -> None:
-        """Assigns a layout and a representative to all entries of one length."""
+        """Assigns layouts and representatives to all entries of one length."""
         words = (length + 7) // 8
         windows = np.lib.stride_tricks.as_strided(
             self.bytes, (len(self.bytes) - words * 8 + 1, words * 8), (1, 1), writeable=False
@@ -260,7 +255,7 @@ class _Work:
             rows, content = self._take(layout, rows, content)
 
     def _take(self, layout: Layout, rows: np.ndarray, content: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Uses the layout for the rows that have it; returns the others."""
+        """Applies the layout to the rows that match it; returns the others."""
         different = content ^ layout.template
         different &= layout.fixed
         odd = different.any(axis=1)
@@ -268,7 +263,7 @@ class _Work:
             return rows, content
         mine, inside = (rows, content) if not odd.any() else (rows[~odd], content[~odd])
         if layout.defines:
-            return rows[odd], content[odd]  # they stand for themselves
+            return rows[odd], content[odd]  # matching rows represent themselves
         self._match_patterns(layout, mine, inside)
         fields = inside.view(layout.numbers)[:, 0]
         for name in layout.numbers.names or ():
@@ -277,11 +272,11 @@ class _Work:
         return rows[odd], content[odd]
 
     def _match_patterns(self, layout: Layout, rows: np.ndarray, content: np.ndarray) -> None:
-        """Finds the first entry of every pattern and makes it the representative of its equals."""
+        """Makes the first entry of every pattern the representative of the others."""
         kept = content & layout.keep
         mixed = kept >> np.uint64(29)
         mixed ^= kept
-        mixed *= _MULTIPLIERS[: kept.shape[1]]  # equality is checked below: nothing rests on the hash
+        mixed *= _MULTIPLIERS[: kept.shape[1]]  # collisions are checked below
         hashes = mixed.sum(axis=1, dtype=np.uint64)
         _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
         if not np.array_equal(kept[first[inverse]], kept):
@@ -290,7 +285,7 @@ class _Work:
 
 
 def _odd_numbers(count: int) -> np.ndarray:
-    """Large odd numbers that look random (splitmix64); numpy.random would take long to import."""
+    """Pseudo-random odd numbers (splitmix64); numpy.random is slow to import."""
     state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,9 +1,7 @@
-"""Paths and URLs → the files to read, in a fixed order, with archives opened and limits kept; the options and the result of a
-load.
+"""Finds the files to load, in a fixed order: folders, archives, compressed files and object stores. Enforces size limits.
 
-Folders are walked; a tar or zip file counts as a folder; gzip and zstd are unwrapped. Objects of an object store (`s3://`, `gs://`,
-`az://` through obstore, extra `s3`) are listed, then fetched in parallel.
-Nothing here looks into a dump, and only this file talks to a network.
+A tar or zip file counts as a folder; gzip and zstd are decompressed. Objects of an object store (`s3://`, `gs://`, `az://`
+through obstore, extra `s3`) are listed, then fetched in parallel. Nothing here parses a dump.
 """
 
 from __future__ import annotations
@@ -23,39 +21,35 @@ from typing import Any, Literal, TypeVar
 from allranks.errors import InputError, require
 from allranks.model.diagnosis import FileNote
 from allranks.model.trace import RankTrace
-from allranks.model.trace import Raw as Raw
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to load. Limits protect against hostile or runaway files, not against large jobs."""
+    """Options of a load. The limits protect against hostile files, not against large jobs."""
 
     attempt: int | None = None  # None: the newest
-    prefix: str | None = None  # file name up to the rank's digits; None: found out
+    prefix: str | None = None  # file name up to the rank's digits; None: detected
     ranks: frozenset[int] | None = None  # only these ranks; None: all
     max_file_bytes: int = 128 << 20  # of one dump, after decompression
     max_box_bytes: int = 1 << 30  # of one black box
     max_files: int = 1_000_000
-    read_limit_s: float = 60.0  # one file, or one step of looking for files, may take so long
-    allow_nothing: bool = False  # return notes alone instead of raising InputError when nothing was readable
-    number_unknown: bool = False  # give files whose rank is not known a free number instead of skipping them
-    newest_calls: int = 0  # of black boxes with more calls in all read only so many, as many of each; 0: all
-    progress: Callable[[int, int], None] | None = None  # called with (files done, files in all)
+    read_limit_s: float = 60.0  # for one file, or one step of the search for files
+    allow_nothing: bool = False  # return only notes, instead of InputError, if no file is readable
+    number_unknown: bool = False  # assign a free number to files without a rank, instead of skipping them
+    newest_calls: int = 0  # limit for the calls of all black boxes together, shared equally; 0: all
+    progress: Callable[[int, int], None] | None = None  # called with (files done, all files)
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Everything that was readable, and a note on every file, readable or not.
-
-    At most one trace per rank, in rank order.
-    """
+    """At most one trace per rank, in rank order, and a note on every file."""
 
     traces: list[RankTrace] = field(default_factory=list)
     files: list[FileNote] = field(default_factory=list)
 
 
 class Unreadable(Exception):
-    """A file that gives nothing. The message becomes its note; `skip`: it is not a dump; `unopened`: its content is unknown."""
+    """An unreadable file. The message becomes its note. `skip`: it is not a dump; `unopened`: its content is unknown."""
 
     def __init__(
         self, note: str, *, kind: str = "unknown", skip: bool = False, unopened: bool = False
@@ -69,41 +63,41 @@ class Unreadable(Exception):
 
 _ARCHIVE = re.compile(r"(.+?(?:\.tar[^/]*|\.tgz|\.tzst|\.zip))/", re.I)
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-#: What reading a damaged archive may raise besides its library's own errors.
+#: Errors of reading a damaged archive, in addition to those of its library.
 _DAMAGED = (OSError, ValueError, EOFError, OverflowError, RecursionError)
 MAX_DEPTH = 32
 MAX_MEMBERS = 100_000  # of an archive
-#: Compressed data may grow by this factor before we call it a bomb, once it is beyond BOMB_BYTES.
+#: Compressed data beyond BOMB_BYTES that grows by more than this factor is refused.
 BOMB_FACTOR, BOMB_BYTES = 300, 64 << 20
 PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class DumpSource:
-    """One file to read. `data` holds the bytes of an archive's member or of a remote object; None: on disk."""
+    """One file to read. `data` are the bytes of an archive member or a remote object; None: on disk."""
 
-    path: str  # what the user is shown
-    location: str  # where to open it
+    path: str  # as shown to the user
+    location: str  # to open
     mtime_ns: int = 0
     size: int = 0
     data: bytes | None = None
-    problem: str = ""  # why it cannot be read, when that is known already
-    unopened: bool = False  # that problem says nothing of what it holds
+    problem: str = ""  # why it cannot be read, if already known
+    unopened: bool = False  # it could not be opened, so its content is unknown
 
 
 def _why_absent(path: str) -> str:
-    """A folder above it may be another user's, as that of a job's black boxes is."""
+    """The reason why a path cannot be found: a parent folder may belong to another user."""
     try:
         os.lstat(path)
     except PermissionError:
-        return "permission denied; try as the user whose job it is, or as root"
+        return "permission denied; try as the user who started the job, or as root"
     except OSError:
         pass
     return "no such file or folder"
 
 
 def find_sources(paths: list[str], options: LoadOptions) -> Iterator[DumpSource]:
-    """Every file behind the paths, each once, in the order of the paths and then of the names."""
+    """Every file below the paths, each once, in the order of the paths and names."""
     seen: set[tuple[int, int]] = set()
     folders = [path for path in paths if "://" not in path and os.path.isdir(path)]
     count = 0
@@ -124,7 +118,7 @@ def find_sources(paths: list[str], options: LoadOptions) -> Iterator[DumpSource]
 
 
 def _walk(root: str, alone: bool, seen: set[tuple[int, int]]) -> Iterator[DumpSource]:
-    """Files of a folder, deepest names last; links to folders are not followed, so that no walk is endless."""
+    """Files of a folder and its subfolders; links to folders are not followed."""
     pending = [(root, 0)]
     while pending:
         folder, depth = pending.pop()
@@ -145,15 +139,15 @@ def _walk(root: str, alone: bool, seen: set[tuple[int, int]]) -> Iterator[DumpSo
 
 
 def _on_disk(
-    path: str, shown: str, look: Callable[[], os.stat_result], seen: set[tuple[int, int]]
+    path: str, shown: str, read_stat: Callable[[], os.stat_result], seen: set[tuple[int, int]]
 ) -> DumpSource | None:
-    """The source of one file; None when it was seen by another name."""
+    """The source for one file; None if it was already found under another name."""
     try:
-        info = look()
+        info = read_stat()
     except OSError as error:
         return DumpSource(shown, path, problem=str(error.strerror), unopened=True)
     if not stat.S_ISREG(info.st_mode):
-        # Reading a named pipe (torch makes one per rank) would wait for a writer.
+        # reading a named pipe, such as torch's, would block
         return DumpSource(shown, path, problem="not a regular file")
     if (info.st_dev, info.st_ino) in seen:
         return None
@@ -162,19 +156,19 @@ def _on_disk(
 
 
 def _shown(root: str, path: str, alone: bool) -> str:
-    """The path as the user is shown it: as seen from the only folder that was given. A path begins with its root."""
+    """The path as shown to the user: relative to the folder if only one was given."""
     return path[len(root) :].lstrip("/") or "." if alone else path
 
 
 def read_all(source: DumpSource, limit: int) -> bytes:
-    """All bytes of a source; refuses what is beyond the limit before reading it."""
+    """All bytes of a source; Unreadable if it exceeds the limit."""
     if source.data is not None:
         data = source.data
     else:
         with open(source.location, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
-                raise Unreadable(f"{size} bytes are beyond the limit of {limit}")
+                raise Unreadable(f"{size} bytes exceed the limit of {limit}")
             data = file.read(size + 1)
     if len(data) > limit:
         raise Unreadable(f"more than the limit of {limit} bytes")
@@ -182,8 +176,8 @@ def read_all(source: DumpSource, limit: int) -> bytes:
 
 
 def unwrap(data: bytes, limit: int) -> tuple[bytes, str]:
-    """(decompressed bytes, problem). A stream that is cut short gives what it has."""
-    for _ in range(3):  # .tar.gz.zst has been seen: at most 3 levels
+    """(decompressed bytes, problem). A truncated stream returns the bytes before the end."""
+    for _ in range(3):  # at most 3 levels, such as .tar.gz.zst
         if data.startswith(GZIP):
             data, problem = _drain(_gunzip(data), len(data), limit, zlib.error)
         elif data.startswith(ZSTD):
@@ -198,8 +192,10 @@ def unwrap(data: bytes, limit: int) -> tuple[bytes, str]:
 
 
 def _gunzip(data: bytes) -> Iterator[bytes]:
-    """The pieces of a gzip stream, or of several behind one another, up to where it breaks, which the standard reader does not give.
-    Raises zlib.error or EOFError there."""
+    """The pieces of one or several concatenated gzip streams; zlib.error or EOFError at a damaged byte.
+
+    The gzip module does not return the bytes before the damage.
+    """
     while data.startswith(GZIP):
         stream = zlib.decompressobj(wbits=31)
         while not stream.eof:
@@ -218,7 +214,7 @@ def _pieces(file: Any) -> Iterator[bytes]:
 def _drain(
     stream: Iterator[bytes], compressed: int, limit: int, broken: type[Exception]
 ) -> tuple[bytes, str]:
-    """Takes the pieces of a decompressor, which raises `broken`, and stops at a bomb."""
+    """Joins the pieces of a decompressor, which raises `broken` for damage; refuses a decompression bomb."""
     allowed = min(limit, max(BOMB_BYTES, compressed * BOMB_FACTOR))
     pieces, total = [], 0
     try:
@@ -226,25 +222,25 @@ def _drain(
             pieces.append(piece)
             total += len(piece)
             if total > allowed:
-                raise Unreadable(f"{compressed} bytes expand beyond {allowed}: refused")
+                raise Unreadable(f"{compressed} bytes expand to more than {allowed}: refused")
     except (OSError, EOFError, broken) as error:
-        return b"".join(pieces), f"compressed stream cut short or damaged ({type(error).__name__})"
+        return b"".join(pieces), f"compressed stream truncated or damaged ({type(error).__name__})"
     return b"".join(pieces), ""
 
 
 def has_archive_name(path: str) -> bool:
-    """Whether a file is called as tar and zip files are."""
+    """Whether a file name looks like a tar or zip file."""
     return bool(archive_of(f"{path}/"))
 
 
 def archive_of(member: str) -> str:
-    """The archive that a file is in, by the path that its member is shown with; "" when it is in none."""
+    """The archive in the path of a member; "" if there is none."""
     found = _ARCHIVE.match(member)
     return found[1] if found else ""
 
 
 def open_archive(source: DumpSource, options: LoadOptions) -> tuple[Iterator[DumpSource] | None, str]:
-    """(the members of a tar file, compressed or not, or of a zip file; None when it is none, what is wrong with it)."""
+    """(members of a tar or zip file, or None if it is neither; problem)."""
     data, problem = unwrap(read_all(source, options.max_box_bytes), options.max_box_bytes)
     if data.startswith(b"PK\x03\x04"):
         return _bounded(source, zip_members(source, data, options.max_file_bytes)), ""
@@ -254,10 +250,10 @@ def open_archive(source: DumpSource, options: LoadOptions) -> tuple[Iterator[Dum
 
 
 def _bounded(source: DumpSource, members: Iterator[DumpSource]) -> Iterator[DumpSource]:
-    """At most MAX_MEMBERS of them: an archive that is small on disk may hold millions."""
+    """The first MAX_MEMBERS members: a small archive may hold millions."""
     yield from islice(members, MAX_MEMBERS)
     if next(members, None) is not None:
-        problem = f"more than {MAX_MEMBERS:,} files: the others are left out; unpack it, and give the folder with the dumps"
+        problem = f"more than {MAX_MEMBERS:,} files: the others are skipped; unpack it, and give the folder with the dumps"
         yield DumpSource(source.path, source.location, problem=problem)
 
 
@@ -267,11 +263,10 @@ def is_tar(data: bytes) -> bool:
 
 
 def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSource]:
-    """The regular files of an archive, each at most `limit` bytes; names are only shown, never written to."""
+    """The regular files of a tar archive, each at most `limit` bytes."""
     import tarfile  # slow to import, rarely needed
 
-    # what sparse files may come to, all together
-    holes = min(limit, max(BOMB_BYTES, len(data) * BOMB_FACTOR))
+    holes = min(limit, max(BOMB_BYTES, len(data) * BOMB_FACTOR))  # limit for all sparse files together
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             end, following = -1, 0
@@ -279,13 +274,13 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                 following = archive.offset
                 shown = f"{source.path}/{member.name}"
                 if member.size < 0 or member.offset <= end:
-                    raise tarfile.ReadError("leads back")  # a negative size: it would be read without end
+                    raise tarfile.ReadError("leads back")  # a negative size would cause an endless loop
                 end = member.offset
                 if not member.isreg():
                     continue
                 allowed = holes if member.issparse() else limit
                 if member.size > allowed:
-                    problem = f"{member.size} bytes are beyond the limit of {allowed}"
+                    problem = f"{member.size} bytes exceed the limit of {allowed}"
                     yield DumpSource(shown, source.location, problem=problem)
                     continue
                 holes -= member.size if member.issparse() else 0
@@ -293,15 +288,17 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                 content = file.read() if file else b""
                 yield DumpSource(shown, source.location, int(member.mtime * 1e9), member.size, content)
             if data[following : following + 512].strip(b"\0"):
-                raise tarfile.ReadError("does not end")  # some versions pass over a header that cannot be
+                raise tarfile.ReadError("does not end")  # some versions skip an invalid header
     except (tarfile.TarError, *_DAMAGED) as error:
-        problem = f"archive cut short or damaged ({type(error).__name__})"
+        problem = f"archive truncated or damaged ({type(error).__name__})"
         yield DumpSource(source.path, source.location, problem=problem)
 
 
 def unpack(path: str, place: str, wanted: Container[str], folder: str) -> dict[str, str]:
-    """Writes members of the archive at `place` below a folder: {how it is shown: its file}. Members of one folder stay in one;
-    of their names only the last part is used."""
+    """Writes members of the archive at `place` below a folder; returns {path of the member: its file}.
+
+    Members of one folder stay together. Only the last part of a name is used.
+    """
     import tempfile
 
     found: dict[str, str] = {}
@@ -314,7 +311,7 @@ def unpack(path: str, place: str, wanted: Container[str], folder: str) -> dict[s
         parent, name = os.path.split(member.path)
         if member.path not in wanted or member.data is None or name in ("", ".", ".."):
             continue
-        with contextlib.suppress(OSError, ValueError):  # no room, a name that cannot be
+        with contextlib.suppress(OSError, ValueError):  # no space, or an invalid name
             if parent not in folders:
                 folders[parent] = tempfile.mkdtemp(dir=folder)
             place = os.path.join(folders[parent], name)
@@ -325,7 +322,7 @@ def unpack(path: str, place: str, wanted: Container[str], folder: str) -> dict[s
 
 
 def zip_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSource]:
-    """The files of a zip archive, each at most `limit` bytes, and bounded all together; names are only shown."""
+    """The files of a zip archive, each at most `limit` bytes, with a limit for all together."""
     import time
     import zipfile  # slow to import, rarely needed
 
@@ -337,9 +334,9 @@ def zip_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                     continue
                 shown, content, allowed = f"{source.path}/{member.filename}", b"", min(limit, room)
                 if member.flag_bits & 1:
-                    problem = "is encrypted: give its files without a password"
+                    problem = "encrypted: give the files without a password"
                 elif member.file_size > allowed:
-                    problem = f"{member.file_size} bytes are beyond the limit of {allowed}"
+                    problem = f"{member.file_size} bytes exceed the limit of {allowed}"
                 else:
                     with archive.open(member) as file:
                         content, problem = _drain(_pieces(file), allowed, allowed, zipfile.BadZipFile)
@@ -347,7 +344,7 @@ def zip_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                 mtime_ns = int(time.mktime((*member.date_time, 0, 0, -1)) * 1e9)
                 yield DumpSource(shown, source.location, mtime_ns, len(content), content, problem)
     except (zipfile.BadZipFile, NotImplementedError, zlib.error, *_DAMAGED) as error:
-        problem = f"archive cut short or damaged ({type(error).__name__})"
+        problem = f"archive truncated or damaged ({type(error).__name__})"
         yield DumpSource(source.path, source.location, problem=problem)
 
 
@@ -356,36 +353,33 @@ PARALLEL = 16
 T = TypeVar("T")
 
 
-STORE_HINT = (
-    "Keys and region are read from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, the address of another store than Amazon's "
-    "from AWS_ENDPOINT_URL."
-)
+STORE_HINT = "Set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, and AWS_ENDPOINT_URL for a store other than Amazon's."
 
 
 def fetch_sources(url: str, options: LoadOptions) -> Iterator[DumpSource]:
-    """Every object under the URL, with its bytes. Raises MissingExtra without a library, InputError on no answer."""
+    """Every object below the URL, with its bytes. MissingExtra without obstore, InputError if the store fails."""
     scheme = url.partition("://")[0].lower()
     if scheme in ("http", "https"):
         yield _download(url, options)
         return
     if scheme not in OBSTORE_SCHEMES:
-        raise InputError(f"{url}: URLs are read that begin with {', '.join(OBSTORE_SCHEMES)}, http or https")
+        raise InputError(f"{url}: supported are URLs with {', '.join(OBSTORE_SCHEMES)}, http or https")
     opened, problem = _attempt(lambda: _open_obstore(url))
     if opened is None:
-        if "169.254.169.254" in problem:  # where machines of a cloud get theirs
-            problem = "no credentials were found"
+        if "169.254.169.254" in problem:  # the metadata server of clouds
+            problem = "no credentials found"
         raise InputError(f"{url}: {problem}", hint=STORE_HINT)
     listed, get = opened
     if not listed:
-        raise InputError(f"{url}: nothing is stored there")
-    from concurrent.futures import ThreadPoolExecutor  # files of this machine start without it
+        raise InputError(f"{url}: no objects found")
+    from concurrent.futures import ThreadPoolExecutor  # not needed for local files
 
     with ThreadPoolExecutor(PARALLEL, thread_name_prefix="allranks-fetch") as pool:
         yield from pool.map(lambda item: _fetch(url, item, get, options), listed)
 
 
 def _download(url: str, options: LoadOptions) -> DumpSource:
-    """The one file behind an http(s) address; a web server has no list of files."""
+    """Downloads the file at an http(s) address."""
     import urllib.error
     import urllib.request
 
@@ -398,7 +392,7 @@ def _download(url: str, options: LoadOptions) -> DumpSource:
         hint = (
             "Give the address of one dump or archive."
             if answered
-            else "Is host and port right, and can this machine reach it?"
+            else "Check host and port, and that this machine can reach it."
         )
         raise InputError(f"{url}: {getattr(why, 'strerror', None) or why}", hint=hint) from error
     if len(data) > options.max_box_bytes:
@@ -413,7 +407,7 @@ def _fetch(url: str, item: Listed, get: Callable[[str], bytes], options: LoadOpt
     key, size, mtime_ns = item
     shown = f"{url.partition('://')[0]}://{key}" if "://" not in key else key
     if size > options.max_file_bytes:
-        problem = f"{size} bytes are beyond the limit of {options.max_file_bytes}"
+        problem = f"{size} bytes exceed the limit of {options.max_file_bytes}"
         return DumpSource(shown, shown, problem=problem)
     data, problem = _attempt(lambda: get(key))
     if data is None:
@@ -442,10 +436,10 @@ def _open_obstore(url: str) -> tuple[list[Listed], Callable[[str], bytes]]:
 
 
 def _attempt(call: Callable[[], T]) -> tuple[T | None, str]:
-    """(what the call gave, None when it failed; the first line of the error, which may print whole responses)."""
+    """(result, or None on failure; the first line of the error)."""
     try:
         return call(), ""
-    except Exception as error:  # each store library has its own tree of errors, without a common base
+    except Exception as error:  # the errors of obstore have no common base
         if isinstance(error, ImportError) or type(error).__module__.startswith("allranks"):
             raise
         return None, str(error).strip().split("\n")[0][:300] or type(error).__name__

@@ -1,17 +1,15 @@
-"""Torch's and torchcomms' dumps, pickled or in JSON → Raw. All differences of version and library end here.
+"""Reads dumps of torch and torchcomms, as pickle or JSON. Handles all differences between versions and libraries.
 
-What each library leaves out is written into flags and notes, so that `diagnose` never asks for a version:
-gloo cannot tell scheduled from completed; NCCL's coalesced parts have no state of their own; torch's hook (2.15 and later)
-records all other backends and may take a call for ended when it was issued; torchcomms counts sequence numbers over all
-communicators; dumps up to 2.3 have no sizes for all_to_all.
-
-Imported with the first such file: a job's black boxes alone are read without it.
+Missing information becomes flags and notes, so that `diagnose` needs no versions: gloo does not distinguish scheduled from
+completed; NCCL's coalesced parts have no state; torch's hook (2.15 and later), which records all other backends, may mark a
+call as completed when it is issued; torchcomms counts sequence numbers over all communicators; dumps up to 2.3 have no sizes
+for all_to_all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -19,18 +17,18 @@ import numpy as np
 from allranks.blackbox.tables import Tables
 from allranks.load.calls import MAX_GROUPS, GroupTable, Interner, default_group, numbers, read_calls
 from allranks.load.regular import MIN_BYTES, Irregular, LayoutCache, shrink
-from allranks.load.sources import Raw, Unreadable
+from allranks.load.sources import Unreadable
 from allranks.load.unpickle import MAX_CONTAINERS, read_pickle
-from allranks.model.trace import CALL, Flag, State, TraceHeader
+from allranks.model.trace import CALL, Flag, RankTrace, State, TraceHeader
 
 KNOWN_MAJOR, KNOWN_MINOR = 2, 10
-#: NCCL's watchdog looks at all calls ten times a second; one it has not seen in this time never reached it.
+#: NCCL's watchdog checks all calls ten times a second; a call older than this that it has not seen never reached it.
 UNSEEN_NS = 1_000_000_000
-#: Libraries with a recorder of their own; torch's hook records all others, under their own names.
+#: Libraries with their own recorder; torch's hook records all others.
 OWN_RECORDER = frozenset(
     {"", "gloo", "nccl", "nccl-legacy", "ncclx", "rccl", "rcclx", "xccl", "mccl", "hccl"}
 )
-#: A send or receive that the hook saw ended so soon was inside a batch: each call of a batch reads as completed at once.
+#: torch's hook marks each call of a batch as completed at once: one that ended this soon was part of a batch.
 AT_ONCE_NS = 1_000_000
 _BATCHES = frozenset({"batch_isend_irecv", "_coalescing_manager"})
 
@@ -41,10 +39,10 @@ def read_dump(
     member_cache: dict[str, tuple[int, ...]],
     form: str,
     expand: Callable[[np.ndarray], np.ndarray] | None = None,
-) -> Raw:
-    """The content of one dump. Raises Unreadable when the object is not a dump.
+) -> RankTrace:
+    """Converts one dump into a trace without tables. Unreadable if the object is not a dump.
 
-    `expand` makes the rows of all entries out of those that the dump holds (see `regular.py`).
+    `expand` restores the rows of all entries from those in the dump (see `regular.py`).
     """
     content: dict[str, object] = dump if isinstance(dump, dict) else {}
     entries, config, version = (content.get(key) for key in ("entries", "pg_config", "version"))
@@ -66,7 +64,7 @@ def read_dump(
         damaged = bad > 0
         pg_ids = pg_names(entries)
     else:
-        # torch's JSON leaves the key out when nothing was recorded; includeCollectives=False too.
+        # torch omits the key if nothing was recorded (JSON) and with includeCollectives=False
         calls, pg_ids = np.zeros(0, CALL), {}
         damaged = entries is not None
         notes += ["its entries are not a list"] if damaged else []
@@ -75,20 +73,23 @@ def read_dump(
     comms, more = settle_calls(content, calls, groups, version)
     hook = not comms and any(group.backend not in OWN_RECORDER for group in groups.groups)
     source = "torchcomms" if comms else "torch hook" if hook else "torch"
-    more += (
-        [f"more than {MAX_GROUPS:,} groups: the calls of the others are left out"] if groups.left_out else []
+    more += [f"more than {MAX_GROUPS:,} groups: calls of the others are skipped"] if groups.left_out else []
+    return RankTrace(
+        read_header(content, calls, groups),
+        calls,
+        tuple(groups.groups),
+        kind=f"{source} {form}{' ' + version if version else ''}",
+        notes=(*notes, *more),
+        last_completed=completed,
+        damaged=damaged,
+        rank_hint=next(iter(interner.own_ranks)) if len(interner.own_ranks) == 1 else None,
     )
-    kind = f"{source} {form}{' ' + version if version else ''}"
-    raw = Raw(read_header(content, calls, groups), calls, tuple(groups.groups), kind, notes=(*notes, *more))
-    raw.last_completed, raw.damaged = completed, damaged
-    raw.rank_hint = next(iter(interner.own_ranks)) if len(interner.own_ranks) == 1 else None
-    return raw
 
 
 def settle_calls(
     dump: dict[str, object], calls: np.ndarray, groups: GroupTable, version: str
 ) -> tuple[bool, list[str]]:
-    """Sets the quirks of the library right in the rows: (whether it is torchcomms, notes)."""
+    """Corrects the quirks of the library in the rows; (whether it is torchcomms, notes)."""
     comms = is_torchcomms(dump, groups) or counts_over_all_groups(calls)
     backends = _backends(groups)
     groups.add_configured(backends[0] if len(backends) == 1 else "")
@@ -98,7 +99,7 @@ def settle_calls(
     notes = reopen_unlaunched(calls, groups)
     if comms:
         notes = notes + renumber(calls, [group.ranks for group in groups.groups if group.name])
-    if version_number(version) < (2, 4):  # these recorded no usable sizes for all_to_all
+    if version_number(version) < (2, 4):  # no usable sizes for all_to_all
         rows = np.array([name.startswith(("all_to_all", "alltoall")) for name in names])[calls["op"]]
         calls["shapes"][rows] = 0
         calls["in_numel"][rows] = calls["out_numel"][rows] = -1
@@ -110,7 +111,7 @@ def _backends(groups: GroupTable) -> list[str]:
 
 
 def read_header(dump: dict[str, object], calls: np.ndarray, groups: GroupTable) -> TraceHeader:
-    """Who wrote the dump, as far as it says."""
+    """The header, from the facts in the dump."""
     library, backends = dump.get("comm_lib_version") or dump.get("nccl_version"), _backends(groups)
     world = default_group(groups.groups)
     known = isinstance(library, str) and library
@@ -123,7 +124,7 @@ def read_header(dump: dict[str, object], calls: np.ndarray, groups: GroupTable) 
 
 
 def version_number(version: str) -> tuple[int, int]:
-    """(2, 10) of "2.10"; an unreadable version counts as the newest known."""
+    """(2, 10) for "2.10"; an unreadable version counts as the newest known."""
     parts = version.split(".")
     try:
         return int(parts[0]), int(parts[1])
@@ -132,7 +133,7 @@ def version_number(version: str) -> tuple[int, int]:
 
 
 def in_record_order(calls: np.ndarray) -> np.ndarray:
-    """Rows sorted by record id; `begin` and `end` hold the id plus one, as in a black box."""
+    """Rows sorted by record id; `begin` and `end` are set to the id plus one, as in a black box."""
     calls["begin"] += 1
     if len(calls) > 1 and (np.diff(calls["begin"].astype(np.int64)) < 0).any():
         calls = calls[np.argsort(calls["begin"], kind="stable")]
@@ -144,7 +145,7 @@ def in_record_order(calls: np.ndarray) -> np.ndarray:
 
 
 def pg_names(entries: list[object]) -> dict[str, str]:
-    """pg_id, as pg_status spells it, → group name. Few groups: the last thousand entries name them all."""
+    """pg_id, as in pg_status, → group name. The last 1000 entries name all groups."""
     found: dict[str, str] = {}
     for entry in entries[-1000:]:
         if isinstance(entry, dict):
@@ -157,9 +158,9 @@ def pg_names(entries: list[object]) -> dict[str, str]:
 def last_completed(
     status: object, pg_ids: dict[str, str], calls: np.ndarray, groups: GroupTable
 ) -> dict[str, int]:
-    """Group name → sequence number of the last collective that completed, by pg_status; JSON writes numbers as text.
+    """Group name → sequence number of the last completed collective, from pg_status; JSON has numbers as text.
 
-    NCCL's own recorder counts collectives there; gloo and torch's hook count operations, sends and receives among them.
+    NCCL's recorder counts collectives there; gloo and torch's hook count all operations, including sends and receives.
     """
     found: dict[str, int] = {}
     names = np.array([group.name for group in groups.groups], object)[calls["group"]]
@@ -177,7 +178,7 @@ def last_completed(
 
 
 def is_torchcomms(dump: dict[str, object], groups: GroupTable) -> bool:
-    """torchcomms puts the library's name where torch puts the description, and writes "[0,1]" without blanks."""
+    """Whether the dump is from torchcomms, which uses the library's name as description and writes "[0,1]" without blanks."""
     used = [group for group in groups.groups[1:] if group.backend]
     if used and all(group.desc == group.backend for group in used):
         return True
@@ -187,9 +188,9 @@ def is_torchcomms(dump: dict[str, object], groups: GroupTable) -> bool:
 
 
 def counts_over_all_groups(calls: np.ndarray) -> bool:
-    """Whether the sequence numbers show torchcomms' way of counting, whatever the names say.
+    """Whether sequence numbers count over all groups, as in torchcomms.
 
-    torch numbers every group from 1 and gives every send and receive its partner and a number of its own.
+    torch numbers every group from 1, and records a partner and a number for every send and receive.
     """
     if not len(calls):
         return False
@@ -204,7 +205,7 @@ def counts_over_all_groups(calls: np.ndarray) -> bool:
 
 
 def mark_states(calls: np.ndarray, groups: GroupTable, comms: bool) -> None:
-    """Says where the recorded state cannot be trusted, and turns NCCL's "put away but not done" into TIMED_OUT."""
+    """Flags unreliable states, and converts NCCL's "retired but not completed" into TIMED_OUT."""
     flags, state = calls["flags"], calls["state"]
     backends = [group.backend for group in groups.groups]
     stateless = np.array([backend == "gloo" for backend in backends])[calls["group"]]
@@ -212,9 +213,9 @@ def mark_states(calls: np.ndarray, groups: GroupTable, comms: bool) -> None:
     retired = (flags & Flag.RETIRED) != 0
     undone = (state == State.SCHEDULED) | (state == State.STARTED)
     if comms:
-        # On CPU torchcomms never leaves "scheduled"; on CUDA a row that was put away has a real state.
+        # on CPU the state stays "scheduled"; on CUDA a retired row has a real state
         stateless |= (state == State.SCHEDULED) & (calls["started_ns"] == 0)
-    # A backend that does not report completions: the hook puts its calls away when they are issued.
+    # for a backend without completions the hook retires calls when they are issued
     issued = hooked & retired & (state == State.SCHEDULED)
     flags[issued | _in_batches(calls, groups.tables, hooked)] |= np.uint16(Flag.ENDED_UNSEEN)
     unknown = issued | (stateless & (state == State.SCHEDULED))
@@ -224,7 +225,7 @@ def mark_states(calls: np.ndarray, groups: GroupTable, comms: bool) -> None:
 
 
 def _in_batches(calls: np.ndarray, tables: Tables, hooked: np.ndarray) -> np.ndarray:
-    """Sends and receives of batches, whose parts torch's hook takes for completed when they are issued."""
+    """Sends and receives in batches, which torch's hook marks as completed when they are issued."""
     found: np.ndarray = hooked & ((calls["flags"] & Flag.P2P) != 0) & (calls["state"] == State.COMPLETED)
     if found.any():
         frames = [any(frame.name in _BATCHES for frame in stack) for stack in tables.stacks]
@@ -234,11 +235,11 @@ def _in_batches(calls: np.ndarray, tables: Tables, hooked: np.ndarray) -> np.nda
 
 
 def reopen_unlaunched(calls: np.ndarray, groups: GroupTable) -> list[str]:
-    """Takes back the completion of a send, receive or batch that NCCL is still connecting for.
+    """Marks a send, receive or batch for which NCCL is still connecting as not completed.
 
-    Its end event is not recorded yet, and asking such an event reads as "completed". That is seen only when a dump
-    asks, long after the call, while the watchdog, which puts calls away within a moment, has never heard of it.
-    Nothing can follow it: the thread is inside the call. The flag stays: if the partner is done, it was true after all.
+    Its end event is not recorded yet, and a query of such an event returns "completed". This shows only in a dump long after
+    the call: the watchdog, which retires completed calls quickly, has never seen it. It is always the newest call, because
+    the thread is inside it. The flag COMPLETION_UNRELIABLE remains, in case the partner has completed the call.
     """
     if not len(calls):
         return []
@@ -252,14 +253,16 @@ def reopen_unlaunched(calls: np.ndarray, groups: GroupTable) -> list[str]:
     last["state"] = State.SCHEDULED
     last["completed_ns"] = 0
     last["flags"] |= np.uint16(Flag.COMPLETION_UNRELIABLE)
-    return ["the newest send or receive reads completed but never was with the watchdog: taken as unfinished"]
+    return [
+        "the newest send or receive is marked completed, but the watchdog never saw it: treated as unfinished"
+    ]
 
 
 def mark_coalesced(calls: np.ndarray, names: list[str]) -> None:
-    """Marks the parts of coalesced groups and the entry that stands for each.
+    """Flags the parts of coalesced groups, and the entry that represents each group.
 
-    NCCL writes every part with state "scheduled" for ever, then one "coalesced" or "..._coalesced" entry with the
-    real state and no sizes. Parts share the group and the p2p sequence (point-to-point) or the collective sequence.
+    NCCL writes the parts with the state "scheduled", which never changes, then one "coalesced" or "..._coalesced" entry with
+    the real state and without sizes. Parts share the group and the p2p sequence (point-to-point) or the collective sequence.
     """
     ends_by_name = np.array([name == "coalesced" or name.endswith("_coalesced") for name in names])
     ends = ends_by_name[calls["op"]]
@@ -279,7 +282,7 @@ def mark_coalesced(calls: np.ndarray, names: list[str]) -> None:
         empty = calls["in_numel"] <= 0
         flags[others & (empty | np.isin(collective, collective[parts]))] |= np.uint16(Flag.COALESCED_END)
         p2p = (flags & Flag.P2P) != 0
-    # A batch whose end was not recorded: several p2p calls share one number.
+    # a batch without a recorded end: several p2p calls share a number
     alone = p2p & ((flags & (Flag.COALESCED_PART | Flag.COALESCED_END)) == 0) & (calls["p2p_seq"] > 0)
     if alone.any():
         _, inverse, counts = np.unique(batch[alone], return_inverse=True, return_counts=True)
@@ -289,8 +292,7 @@ def mark_coalesced(calls: np.ndarray, names: list[str]) -> None:
 
 
 def _orphans(calls: np.ndarray, names: list[str]) -> np.ndarray:
-    """Ends of batches of sends and receives whose parts the ring has lost: taken for collectives they would lack
-    everybody else."""
+    """Ends of point-to-point batches whose parts were overwritten in the ring. As collectives, they would have no match."""
     bare = np.array([name == "coalesced" for name in names])[calls["op"]] & (calls["p2p_seq"] > 0)
     oldest = np.arange(len(calls)) == 0
     orphans: np.ndarray = bare & ((calls["seq"] <= 0) | (oldest & (calls["begin"] > 1)))
@@ -298,8 +300,8 @@ def _orphans(calls: np.ndarray, names: list[str]) -> np.ndarray:
 
 
 def _counts_per_group(calls: np.ndarray, p2p: np.ndarray) -> bool:
-    """Whether the numbers ascend by one within every group although calls of other groups lie in between: then they count
-    per communicator already, as our own hook does."""
+    """Whether numbers ascend by one within every group, with calls of other groups in between: then they already count per
+    communicator, as those of our own hook."""
     mixed = False
     for group in np.unique(calls["group"]).tolist():
         rows = np.flatnonzero((calls["group"] == group) & ~p2p)
@@ -310,10 +312,10 @@ def _counts_per_group(calls: np.ndarray, p2p: np.ndarray) -> bool:
 
 
 def renumber(calls: np.ndarray, members: Sequence[tuple[int, ...]] = ()) -> list[str]:
-    """torchcomms counts over all communicators of a process: count per group instead.
+    """Converts torchcomms' sequence numbers, which count over all communicators, into numbers per group.
 
-    Only possible while nothing was overwritten. Otherwise, with several groups, the numbers become unknown, unless all of the
-    process's groups have the same `members`: then every member has counted the same calls, and the common number tells them apart.
+    That is not possible if records were overwritten. With several groups the numbers then become unknown, unless all groups
+    of the process have the same `members`, who count the same calls.
     """
     groups = np.unique(calls["group"])
     p2p = (calls["flags"] & Flag.P2P) != 0
@@ -324,7 +326,7 @@ def renumber(calls: np.ndarray, members: Sequence[tuple[int, ...]] = ()) -> list
         if len(groups) > 1 and not alike and not _counts_per_group(calls, p2p):
             calls["seq"] = -1
             unknown = "sequence numbers are unknown"
-            return [f"the ring wrapped, and torchcomms counts over all communicators: {unknown}"]
+            return [f"the ring has wrapped, and torchcomms counts over all communicators: {unknown}"]
         return []
     for group in groups.tolist():
         mine = calls["group"] == group
@@ -335,14 +337,14 @@ def renumber(calls: np.ndarray, members: Sequence[tuple[int, ...]] = ()) -> list
 
 @dataclass
 class DumpReader:
-    """What the dumps of one load share."""
+    """Reads the dumps of one load, which share tables, member lists and layouts."""
 
     tables: Tables
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     layouts: LayoutCache = field(default_factory=lambda: LayoutCache(list))
 
-    def read_pickle(self, data: bytes) -> Raw:
-        """A pickle: by its repeating bytes where it has them, else the plain way."""
+    def read_pickle(self, data: bytes) -> RankTrace:
+        """Reads a pickle: by its repeated bytes if possible (`regular.py`), else entry by entry."""
         if len(data) >= MIN_BYTES:
             try:
                 regular = shrink(data, self.layouts)
@@ -350,23 +352,23 @@ class DumpReader:
                 if small.whole:
                     return read_dump(small.value, self.tables, self.members, "pickle", regular.expand)
             except (Irregular, Unreadable):
-                pass  # the plain way reads everything, and says what is wrong
+                pass  # read entry by entry below
         unpickled = read_pickle(data)
         try:
-            raw = read_dump(unpickled.value, self.tables, self.members, "pickle")
+            trace = read_dump(unpickled.value, self.tables, self.members, "pickle")
         except Unreadable as error:
             if unpickled.problem:
                 foreign = unpickled.value is not None and b"pg_config" not in data[:65536]
-                skip = foreign and not unpickled.problem.startswith("cut short")
+                skip = foreign and not unpickled.problem.startswith("truncated")
                 raise Unreadable(unpickled.problem, kind="pickle", skip=skip) from error
             raise
-        if unpickled.problem:
-            raw.damaged = True
-            raw.notes = (f"{unpickled.problem}; {len(raw.calls)} calls were read", *raw.notes)
-        return raw
+        if not unpickled.problem:
+            return trace
+        note = f"{unpickled.problem}; {len(trace.calls)} calls were read"
+        return replace(trace, damaged=True, notes=(note, *trace.notes))
 
-    def read_json(self, data: bytes) -> Raw:
-        """A JSON dump. Raises Unreadable for captures of stacks too."""
+    def read_json(self, data: bytes) -> RankTrace:
+        """Reads a JSON dump. Raises Unreadable also for stack captures."""
         if sum(map(data.count, (b"{", b"["))) > MAX_CONTAINERS:
             raise Unreadable(f"more than {MAX_CONTAINERS:,} lists and objects: refused", kind="json")
         try:
@@ -377,6 +379,6 @@ class DumpReader:
             ) from None
         facts = value if isinstance(value, dict) else {}
         bundle = "stacks" in str(facts.get("kind", "")) or "stacks" in facts or "hung" in facts
-        if bundle and "ranks" in facts:  # one of our bundles or captures, which `stacks` reads
+        if bundle and "ranks" in facts:  # a capture for `allranks stacks`
             raise Unreadable("stacks", kind="stacks", skip=True)
         return read_dump(value, self.tables, self.members, "json")

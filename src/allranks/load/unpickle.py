@@ -1,8 +1,8 @@
-"""Pickles without their dangers: plain data only, nothing is ever called, and a cut file gives what it has.
+"""Reads pickles safely: plain data only, no code runs, and a truncated file returns the data before its end.
 
-`read_pickle` first scans the opcodes. Only those that build plain data pass; then C's unpickler, which would
-refuse every global in any case, reads them at full speed. A file that is cut short or names a global is read by
-Python's own unpickler with every opcode that could run code replaced.
+`read_pickle` first scans the opcodes. If all of them build plain data, the unpickler in C reads the file at full speed, with
+all globals refused. A file that is truncated or contains a global is read by the unpickler in Python, in which every opcode
+that could run code is replaced.
 """
 
 from __future__ import annotations
@@ -15,28 +15,26 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-#: Possessive repetition keeps no way back for each opcode; Python 3.10 does not know it.
+#: Possessive repetition saves memory, because it does not backtrack; Python 3.10 lacks it.
 _MANY = "*+" if sys.version_info >= (3, 11) else "{0,512}"
-#: What a pickle that is damaged or means harm may raise.
+#: Errors that a damaged or hostile pickle may raise.
 BROKEN = (
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, OverflowError, struct.error),
     *(LookupError, AttributeError, NameError, MemoryError, RecursionError, NotImplementedError),
 )
-#: Opcodes that Python's unpickler takes, and marks inside one another; a dump of 50,000 calls has 2.7 million, 10 deep.
+#: Limits for opcodes and nested marks in Python's unpickler; a dump of 50,000 calls has 2.7 million opcodes, 10 deep.
 MAX_STEPS, MAX_MARKS = 3_000_000, 1_000
-#: Lists and dictionaries: one byte of a pickle, or three of JSON, make an object of 64.
+#: Limit for lists and dictionaries: one byte of a pickle, or three of JSON, allocate 64.
 MAX_CONTAINERS = 4_000_000
-#: TUPLE1 to TUPLE3, and how many bytes may look like them; C crashes at some 150,000 inside one another.
+#: TUPLE1 to TUPLE3, and a limit for their bytes: the C unpickler crashes at about 150,000 nested tuples.
 _TUPLES, MAX_TUPLES = (b"\x85", b"\x86", b"\x87"), 50_000
-
-
-#: EMPTY_DICT, EMPTY_LIST, and so many marks in a row that no dump has.
+#: EMPTY_DICT, EMPTY_LIST; more consecutive marks than any dump has.
 _CONTAINERS, _MARKS = (b"}", b"]"), b"(" * 64
 
 
 @dataclass(frozen=True)
 class Unpickled:
-    """What came out. `problem` is '' for a whole file; else what was wrong, as a sentence's beginning."""
+    """The unpickled value. `problem` is "" for an intact file."""
 
     value: object
     problem: str = ""
@@ -47,19 +45,19 @@ class _PlainUnpickler(pickle.Unpickler):
     """Refuses every global and every persistent id."""
 
     def find_class(self, module: str, name: str) -> object:
-        raise pickle.UnpicklingError(f"the file names the global {module}.{name}; refused, nothing was run")
+        raise pickle.UnpicklingError(f"the file contains the global {module}.{name}: refused")
 
     def persistent_load(self, pid: object) -> object:
-        raise pickle.UnpicklingError("the file holds a persistent id; refused")
+        raise pickle.UnpicklingError("the file contains a persistent id: refused")
 
 
 def read_pickle(data: bytes) -> Unpickled:
-    """The plain data in a pickle. Never raises for any content."""
+    """The plain data in a pickle. Does not raise for any content."""
     if sum(map(data.count, _CONTAINERS)) > MAX_CONTAINERS:
         return Unpickled(None, f"more than {MAX_CONTAINERS:,} lists and dictionaries: refused", whole=False)
     if is_plain(data):
         try:
-            # Without a buffered reader C's unpickler would ask for every opcode by itself.
+            # without a buffered reader the C unpickler would read every opcode separately
             file = io.BufferedReader(io.BytesIO(data), max(1, len(data)))
             return Unpickled(_PlainUnpickler(file).load())
         except BROKEN:
@@ -68,11 +66,11 @@ def read_pickle(data: bytes) -> Unpickled:
     return Unpickled(value, problem, not problem)
 
 
-# -- files that C's unpickler rightly refuses -------------------------------------------------------------------
+# -- damaged and hostile files ----------------------------------------------------------------------------------
 
 
 class _Refused:
-    """Stands where the file wanted a global, or the result of calling one. Takes whatever is put into it."""
+    """Replaces a global or the result of a call. Ignores everything that is added to it."""
 
     def __repr__(self) -> str:
         return "<refused>"
@@ -87,13 +85,13 @@ class _Refused:
 
 
 REFUSED = _Refused()
-#: Python's unpickler, which is C's in Python; its names are not public, but the same since Python 3.4.
+#: The unpickler in Python. Its names are private, but unchanged since Python 3.4.
 _PythonUnpickler: Any = vars(pickle)["_Unpickler"]
 _Stop: Any = vars(pickle)["_Stop"]
 
 
 class _Salvager(_PythonUnpickler):
-    """Reads opcode by opcode, calls nothing, and keeps what was built when the bytes end or make no sense."""
+    """Reads opcode by opcode, calls nothing, and keeps the data built before damage or the end of the file."""
 
     def __init__(self, data: bytes) -> None:
         self.file = io.BytesIO(data)
@@ -102,7 +100,7 @@ class _Salvager(_PythonUnpickler):
         self.problem = ""
 
     def read(self, count: int) -> bytes:
-        """Exactly so many bytes: half a text must not be taken for a whole one."""
+        """Exactly `count` bytes; EOFError for fewer."""
         data = self.file.read(count)
         if len(data) < count:
             raise EOFError
@@ -115,7 +113,7 @@ class _Salvager(_PythonUnpickler):
         return line
 
     def salvage(self) -> tuple[Any, str]:
-        """(what could be built, what was wrong). The problem is '' only for a whole, harmless pickle."""
+        """(data that could be built, problem). The problem is "" only for an intact, harmless pickle."""
         self.metastack: list[list[Any]] = []
         self.stack: list[Any] = []
         self.append, self.proto = self.stack.append, 0
@@ -128,17 +126,17 @@ class _Salvager(_PythonUnpickler):
         except BROKEN as error:
             where = f"damaged at byte {self.file.tell()}: {type(error).__name__}"
             if isinstance(error, EOFError):
-                where = f"cut short after {self.size} bytes"
+                where = f"truncated after {self.size} bytes"
             self.problem = self.problem or where
         return self._closed(), self.problem
 
     def _closed(self) -> Any:
-        """The outermost container, with everything that was open put where it belongs."""
+        """The outermost container, after closing all open containers."""
         items = self.stack
         while self.metastack:
             outer = self.metastack.pop()
             if outer:
-                _pour(outer[-1], items)
+                _add_items(outer[-1], items)
             items = outer
         return items[0] if items else None
 
@@ -155,7 +153,7 @@ class _Salvager(_PythonUnpickler):
         self.append(REFUSED)
 
     def _refuse(self, what: str) -> object:
-        self.problem = self.problem or f"names {what}; refused, nothing was run"
+        self.problem = self.problem or f"contains {what}, which was refused; no code was run"
         return REFUSED
 
     def _drop(self, count: int) -> None:
@@ -166,7 +164,7 @@ class _Salvager(_PythonUnpickler):
         self.append(self._refuse("a call"))
 
     def _set_items(self, items: list[Any]) -> None:
-        _pour(self.stack[-1], items)
+        _add_items(self.stack[-1], items)
 
     def _make_dict(self) -> None:
         items = self.pop_mark()
@@ -197,7 +195,7 @@ class _Salvager(_PythonUnpickler):
         pickle.MARK[0]: _mark,
         pickle.FRAME[0]: lambda self: self.read(8),  # a hint for readers that buffer
     }
-    # These take memory or time before they look at what they have, or hash what a file has nested a million times.
+    # these allocate or compute before they check their input, or hash deeply nested values
     for _code in (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.LONG):
         del dispatch[_code[0]]
     for _code in (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET):
@@ -205,12 +203,12 @@ class _Salvager(_PythonUnpickler):
 
 
 def salvage(data: bytes) -> tuple[Any, str]:
-    """(what could be built, what was wrong) of any bytes; nothing in them is run."""
+    """(data that could be built, problem) for any bytes, without running code."""
     return _Salvager(data).salvage()
 
 
-def _pour(container: Any, items: list[Any]) -> None:
-    """Puts items that were still on the stack where they belong."""
+def _add_items(container: Any, items: list[Any]) -> None:
+    """Adds items from the stack to a list or dictionary."""
     if isinstance(container, list):
         container.extend(items)
     elif isinstance(container, dict):
@@ -219,18 +217,18 @@ def _pour(container: Any, items: list[Any]) -> None:
 
 
 def _safe(name: object) -> str:
-    """A name from a hostile file, fit for a sentence."""
+    """A name from a hostile file, printable and short."""
     return "".join(c if c.isprintable() else "?" for c in str(name)[:80])
 
 
-# -- which files are harmless -----------------------------------------------------------------------------------
+# -- harmless files ---------------------------------------------------------------------------------------------
 
 
 def is_plain(data: bytes) -> bool:
-    """Whether every opcode up to STOP only builds plain data, with memo numbers that fit the file's size.
+    """Whether every opcode up to STOP builds plain data only, with memo numbers below the file size.
 
-    A memo number is an allocation in C's unpickler: one opcode with a large number would take gigabytes. Tuples that
-    are nested deeply enough overflow the stack when they are used as a key: dumps have few, and short ones.
+    The C unpickler allocates by memo number: one opcode with a large number would take gigabytes. Deeply nested tuples
+    overflow the stack when they are hashed; dumps have few and short tuples.
     """
     if sum(map(data.count, _TUPLES)) > MAX_TUPLES or _MARKS in data:
         return False
@@ -259,7 +257,7 @@ _patterns: dict[int, re.Pattern[bytes]] = {}
 
 
 def _skipper(size: int) -> re.Pattern[bytes]:
-    """A pattern that runs over opcodes of fixed size. The third byte of a long memo number is bounded by size."""
+    """A pattern that matches opcodes of fixed size. The third byte of a long memo number is limited by the file size."""
     third = min(255, size >> 16)
     if third not in _patterns:
         high = re.escape(struct.pack("B", third))

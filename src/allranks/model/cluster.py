@@ -1,9 +1,9 @@
-"""Who trains together: members, quorums, and the notices that a lighthouse pushes; the nodes of a job, as agents report them;
-its ranks as `allranks status` shows them; what a manager may claim of its replica. Pure data; all but the ranks crosses the wire.
+"""Members, quorums and the notices of a lighthouse; the nodes of a job as reported by agents; its ranks in `allranks status`;
+the claims of a manager about its replica.
 
-Every class here is a frozen dataclass of plain values, so that a rank without msgspec can read and write it
-with the standard library. Words: a *replica* holds one whole model (one or more ranks); a *member* is a
-replica inside the current *quorum*; a *session* is one incarnation of a replica, new at every restart.
+Every class is a frozen dataclass of plain values, so that a rank without msgspec can encode and decode it with the standard
+library. A *replica* holds one whole model (one or more ranks); a *member* is a replica in the current *quorum*; a *session* is
+one incarnation of a replica, new after every restart.
 """
 
 from __future__ import annotations
@@ -15,46 +15,47 @@ from typing import Any, Literal
 
 from allranks.model.job_state import StepWork
 
-#: Spoken in the hello. Raised when a message changes in a way that an older peer would misread.
+#: Sent in the hello. Increased with every incompatible change of a message.
 PROTOCOL_VERSION = 2
 
-#: How long after one agent's asking another's may be about the same hang.
+#: Requests for evidence of two agents within this time may be about the same hang.
 FOLLOW_S = 120.0
 
 
 @dataclass(frozen=True)
 class Member:
-    """What a replica says of itself when it asks for a quorum."""
+    """What a replica sends when it requests a quorum."""
 
     replica: str
     session: str = ""
     node: str = ""
-    address: str = ""  # where others reach its manager (healing), "host:port" or a URL; free text to us
+    address: str = ""  # of its manager, for healing: "host:port" or a URL; not interpreted
     store: str = ""  # host:port of its TCPStore
     step: int = 0  # last committed step
     world_size: int = 1  # ranks inside the replica
-    shrink_only: bool = False  # nobody new may come in with this quorum
-    commit_failures: int = 0  # > 0 asks for a new quorum number even if nobody came or went
-    data: str = ""  # free text of the caller, handed to every member
-    #: what `data` is: a manager's claim (below), torchft's, or ""; one for all of a quorum
-    dialect: str = ""
+    shrink_only: bool = False  # no new replica may join this quorum
+    commit_failures: int = 0  # > 0 requests a new quorum number even if the members are the same
+    data: str = ""  # free text, passed to every member
+    dialect: str = (
+        ""  # format of `data`: a manager's claim (below), torchft's, or ""; the same in a whole quorum
+    )
 
 
 @dataclass(frozen=True)
 class Quorum:
-    """Who trains together now. (epoch, number) only ever grows; a higher number means: reconfigure."""
+    """The replicas that train together. (epoch, number) only increases; with a higher number members reconfigure."""
 
     number: int
     epoch: int  # leader term of the lighthouse that formed it
     members: tuple[Member, ...]  # sorted by replica; the index is the replica's rank
     reason: str = ""
-    #: grows with every answer, also while the number stays: who missed an answer is sent it again
-    round: int = 0
+    round: int = 0  # increases with every answer, so that a missed answer can be sent again
     max_step: int = 0
-    #: the step that the training had come to, where all who held it are gone and the members begin before it; else -1
-    reached: int = -1
-    spares: tuple[str, ...] = ()  # asked too, but left over; they are notified and wait
-    evicted: tuple[str, ...] = ()  # kept by the members, so that a restarted lighthouse still knows
+    reached: int = (
+        -1
+    )  # the step reached by replicas that are all gone, if the members start before it; else -1
+    spares: tuple[str, ...] = ()  # requested too, but not needed; they are notified and wait
+    evicted: tuple[str, ...] = ()  # stored by the members for a restarted lighthouse
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -63,29 +64,29 @@ class Quorum:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Compare this to tell which of two quorums is newer."""
+        """Sort key: a newer quorum has a higher one."""
         return (self.epoch, self.number)
 
     def rank_of(self, replica: str) -> int | None:
-        """The replica's rank, or None when it is not a member."""
+        """The replica's rank, or None if it is not a member."""
         return next((i for i, member in enumerate(self.members) if member.replica == replica), None)
 
     def member(self, replica: str) -> Member | None:
         return next((member for member in self.members if member.replica == replica), None)
 
 
-# ---- notices: pushed by the lighthouse, at least once, acknowledged by the client's thread --------------
+# ---- notices: sent by the lighthouse at least once, acknowledged by the client's thread -----------------
 
 
 @dataclass(frozen=True)
 class MemberLost:
-    """A replica died, froze or was cut off. `certain` is False when it was only silent (it may still run)."""
+    """A replica died, froze or lost its connection. `certain` is False if it was only silent and may still be running."""
 
     replica: str
     reason: str
     session: str = ""
-    number: int = 0  # quorum in which it was a member; 0: in none
-    ms: float = 0.0  # from the last sign of life to this notice
+    number: int = 0  # the quorum of which it was a member; 0: none
+    ms: float = 0.0  # from its last heartbeat to this notice
     certain: bool = True
 
 
@@ -95,40 +96,40 @@ class MemberLeft:
     reason: str
     number: int = 0
     term: int = 0  # of the group that committed its last step
-    step: int = -1  # steps that its state has; -1: not known
+    step: int = -1  # step of its state; -1: unknown
 
 
 @dataclass(frozen=True)
 class QuorumWanted:
-    """Members should call join() at their next step boundary: somebody waits to come in, or one was lost.
+    """Members should call join() at their next step boundary, because a replica is waiting to join or was lost.
 
-    `broken`: at once, for a member of quorum `number` has given its group up and asks again.
+    `broken`: at once, because a member of quorum `number` has given up its group.
     """
 
     reason: str
     number: int = 0
     broken: bool = False
-    waiting: tuple[Member, ...] = ()  # who waits to join, as far as it is worth naming
+    waiting: tuple[Member, ...] = ()  # replicas waiting to join, not always complete
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Connect to these addresses and report whether each could be reached. The client's connection does it by itself,
-    beside the training: nobody joins members that train before all have reached each other."""
+    """Connect to these addresses and report which are reachable. The client does this in parallel with training: a replica
+    joins training members only after all have reached each other."""
 
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)  # session -> HOST:PORT of its servers
 
 
 @dataclass(frozen=True)
 class Superseded:
-    """Another process owns this replica's name, or may: this one must not commit or save. Made by the client itself."""
+    """Another process may own this replica's name, so this one must not commit or save. Created by the client."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class QuorumFormed:
-    """A quorum with a new number was formed; members get the whole Quorum as the answer to join()."""
+    """A quorum with a new number was formed; members get the Quorum as the answer to join()."""
 
     number: int
     epoch: int
@@ -138,7 +139,7 @@ class QuorumFormed:
 
 @dataclass(frozen=True)
 class Evicted:
-    """A replica was thrown out and stays out until it is let in again."""
+    """A replica was evicted, until it is readmitted."""
 
     replica: str
     reason: str
@@ -147,7 +148,7 @@ class Evicted:
 
 @dataclass(frozen=True)
 class LetIn:
-    """An evicted replica may come back."""
+    """An evicted replica may join again."""
 
     replica: str
     reason: str = ""
@@ -155,31 +156,31 @@ class LetIn:
 
 @dataclass(frozen=True)
 class CollectEvidence:
-    """Agents should gather stacks and black boxes of the named replicas (none named: of all). With `lead`: the agents that are asked.
+    """Agents should collect stacks and black boxes of these replicas (empty: of all). With `lead`: of these agents.
 
-    With `upload` each agent sends its part there (incidents/peers.py); without, it keeps it in a folder of its own.
+    With `upload`, each agent sends its part to that address (incidents/peers.py); without, it keeps its part in a folder.
     """
 
     incident: str
     reason: str
     replicas: tuple[str, ...] = ()
-    lead: str = ""  # the agent (or command) that gathers the parts
+    lead: str = ""  # the agent (or command) that collects the parts
     upload: str = ""  # HOST:PORT of its evidence server
-    stacks: bool = True  # False: black boxes are enough
-    alone: bool = True  # another agent that notices the same meanwhile follows instead of leading too
-    follow_s: float = FOLLOW_S  # a leader that asked within this time before has noticed the same
+    stacks: bool = True  # False: only black boxes
+    alone: bool = True  # an agent that notices the same follows instead of leading, too
+    follow_s: float = FOLLOW_S  # a request within this time before is about the same hang
 
 
 @dataclass(frozen=True)
 class RestartWanted:
-    """Agents of a whole job should end their ranks: somebody asked for it on the page. The launcher starts them again."""
+    """Agents of a whole job should stop their ranks, as requested on the page. The launcher restarts them."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """Who gathers the evidence of an incident, and which agents were asked for their part."""
+    """The agent that collects the evidence of an incident, and the agents that were asked for their part."""
 
     incident: str
     lead: str
@@ -188,7 +189,7 @@ class Gathering:
 
 @dataclass(frozen=True)
 class LeaderMoved:
-    """The connection now goes to another lighthouse. Made by the client itself."""
+    """The client is now connected to another lighthouse. Created by the client."""
 
     address: str
     reason: str
@@ -196,7 +197,7 @@ class LeaderMoved:
 
 @dataclass(frozen=True)
 class ConnectionLost:
-    """No lighthouse can be reached just now; the client keeps trying. Made by the client itself."""
+    """No lighthouse is reachable; the client keeps trying. Created by the client."""
 
     reason: str
 
@@ -225,33 +226,33 @@ class PublishedIncident:
     sentence: str
     replicas: tuple[str, ...] = ()
     node: str = ""
-    path: str = ""  # where the evidence lies, on the node that found it
+    path: str = ""  # of the evidence, on the node that collected it
     cause: str = ""
     at: float = 0.0  # when it was opened, Unix time
     kind: str = ""  # stall, hang, death, partition, request
-    outcome: str = ""  # what was done and how it ended; "" while open
-    decided: str = ""  # what the policy decided where nothing was done
+    outcome: str = ""  # the action and its result; "" while open
+    decided: str = ""  # the policy's decision if no action was taken
     ranks: tuple[int, ...] = ()  # the guilty ones
     took_s: float = 0.0  # from the first sign to the recovery, or until now
     closed: bool = False
-    story: str = ""  # its page as HTML when it is published; where the lighthouse serves it when it is shown
+    story: str = ""  # its page: the HTML when published, the address at the lighthouse when shown
     evidence: str = ""  # the same for the stacks and last calls of its ranks, as JSON
 
 
 SCHEMA = 1
-#: What an agent sees its ranks do. Stalled: none has moved for longer than usual. Hung: they will not move by themselves.
+#: The progress of ranks, as seen by their agent. Stalled: none for longer than usual. Hung: none without intervention.
 Motion = Literal["moving", "stalled", "hung"]
-MOTIONS: tuple[Motion, ...] = ("moving", "stalled", "hung")  # the better first
-AGENT = "agent-"  # how the names of agents begin; other observers have no evidence, and no node
+MOTIONS: tuple[Motion, ...] = ("moving", "stalled", "hung")  # best first
+AGENT = "agent-"  # prefix of the names of agents; other observers have no evidence and no node
 
 
 def write_health(motion: Motion, sentence: str) -> str:
-    """What an agent reports with its heartbeats: "stalled: rank 0 waits for rank 1"."""
+    """The health that an agent reports with its heartbeats: "stalled: rank 0 waits for rank 1"."""
     return sentence if motion == "moving" else f"{motion}: {sentence}"
 
 
 def read_health(text: str) -> tuple[Motion, str]:
-    """The motion and the sentence of a reported health."""
+    """(motion, sentence) of a reported health."""
     word, colon, sentence = text.partition(": ")
     motion: Motion = next((one for one in MOTIONS[1:] if colon and one == word), "moving")
     return motion, text if motion == "moving" else sentence
@@ -259,12 +260,12 @@ def read_health(text: str) -> tuple[Motion, str]:
 
 @dataclass(frozen=True)
 class Presence:
-    """One agent's node: ranks die with their agent, so a lost agent is a lost node."""
+    """The node of an agent. Ranks die with their agent, so a lost agent is a lost node."""
 
-    agent: str  # as it is called at the lighthouse
+    agent: str  # its name at the lighthouse
     node: str
-    ranks: tuple[int, ...] = ()  # global ranks that run there
-    lighthouse: bool = False  # its process holds the lighthouse, which goes with it
+    ranks: tuple[int, ...] = ()  # global ranks on that node
+    lighthouse: bool = False  # its process includes the lighthouse
 
 
 @dataclass(frozen=True)
@@ -272,49 +273,48 @@ class GpuReport:
     """One GPU of a node, from nvidia-smi."""
 
     index: int
-    busy: int = -1  # percent of the time that a kernel ran
+    busy: int = -1  # percent of the time with a running kernel
     used_mb: int = -1
     total_mb: int = -1
     celsius: int = -1
     watts: int = -1
-    pids: tuple[int, ...] = ()  # of processes that use it, where that can be told
+    pids: tuple[int, ...] = ()  # of processes that use it, if known
     name: str = ""  # "NVIDIA H100 80GB HBM3"
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What an agent sees of its node, about once a second. Columns have one entry per rank."""
+    """The report of an agent about its node, about once a second. Columns have one entry per rank."""
 
     agent: str = ""
     node: str = ""
     ranks: tuple[int, ...] = ()
-    names: tuple[str, ...] = ()  # "rollout 1", in a job of several worlds
+    names: tuple[str, ...] = ()  # "rollout 1", in a job with several worlds
     pids: tuple[int, ...] = ()
     doing: str = ""  # one letter of DOING for each
     steps: tuple[int, ...] = ()
     calls: tuple[int, ...] = ()  # finished
-    step_s: tuple[float, ...] = ()  # seconds per step since the last report; 0: none was made
+    step_s: tuple[float, ...] = ()  # seconds per step since the last report; 0: no step
     memory_mb: tuple[int, ...] = ()  # resident
-    places: tuple[str, ...] = ()  # the call that it is in, "" when in none or not read
-    loss: tuple[float, ...] = ()  # the newest that the script has given, if it does
+    places: tuple[str, ...] = ()  # the current call; "" for none or unknown
+    loss: tuple[float, ...] = ()  # the last loss reported by the script
     work: StepWork = field(default_factory=StepWork)  # of these ranks
     gpus: tuple[GpuReport, ...] = ()
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)  # process groups of these ranks: members
-    token_file: str = ""  # where the job token is, on this node
-    differs: bool = False  # calls of these ranks differ among themselves
-    # of calls (watch/calls.py): group -> window -> hash
-    windows: dict[str, dict[int, int]] = field(default_factory=dict)
+    token_file: str = ""  # path of the job token on this node
+    differs: bool = False  # calls differ between these ranks
+    windows: dict[str, dict[int, int]] = field(default_factory=dict)  # of calls: group -> window -> hash
 
 
 @dataclass(frozen=True)
 class NodeAnswer:
-    """To a report."""
+    """The answer to a NodeReport."""
 
-    every_s: float = 1.0  # until the next one is wanted
-    compare: tuple[str, ...] = ()  # agents whose ranks' calls the reporter should compare with its own
+    every_s: float = 1.0  # interval of reports
+    compare: tuple[str, ...] = ()  # agents whose calls the reporter should compare with its own
 
 
-#: What a rank does, as one letter.
+#: The activity of a rank, as one letter.
 DOING = {
     "c": "computes",
     "w": "waits in a call",
@@ -328,15 +328,15 @@ DOING = {
 
 @dataclass(frozen=True)
 class Failover:
-    """For when the lighthouse is lost with its node: which node holds it, and which agent then speaks for the others."""
+    """Prepares for the loss of the lighthouse with its node."""
 
-    host: Presence | None = None  # None: the lighthouse stands alone
-    successor: str = ""  # an agent
+    host: Presence | None = None  # the node of the lighthouse; None: it runs separately
+    successor: str = ""  # the agent that then acts for the others
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank now. Ages in seconds; None = never."""
+    """The current state of one rank. Ages in seconds; None = never."""
 
     rank: int
     pid: int
@@ -344,15 +344,15 @@ class RankRow:
     alive: bool
     step: int
     calls_completed: int
-    silent_s: float | None  # since the last sign of progress
+    silent_s: float | None  # since the last progress
     doing: str  # "all_reduce #12 of dp_0", "computes", "blocked", "exited", "died"
-    waits_for: tuple[int, ...] = ()  # only when it is silent for longer than is usual
+    waits_for: tuple[int, ...] = ()  # only if it is silent for longer than usual
     steps_per_s: float | None = None
     phase: str = ""
-    gpu: str = ""  # "97 %, 61.0 GB" of the GPU that it uses, where that is known
-    box: str = ""  # its black box; "" of a rank of another node
-    name: str = ""  # "rollout 1" in a job of several worlds
-    tokens: float = 0.0  # of its last whole step; 0: not given
+    gpu: str = ""  # "97 %, 61.0 GB" of its GPU, if known
+    box: str = ""  # its black box; "" for a rank on another node
+    name: str = ""  # "rollout 1" in a job with several worlds
+    tokens: float = 0.0  # in its last complete step; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -362,9 +362,9 @@ class JobView:
     at: float  # epoch seconds
     rows: tuple[RankRow, ...]
     lighthouse: str = ""
-    line: str = ""  # the state of the job in words (model/job_state.py), the same as on its page
+    line: str = ""  # the state line of the job (model/job_state.py)
     level: str = "good"  # good | warn | bad
-    state: str = ""  # in one word
+    state: str = ""  # StateLine.state
     incidents: tuple[str, ...] = ()  # one line each, newest last
 
     @property
@@ -373,7 +373,7 @@ class JobView:
 
     @property
     def still(self) -> bool:
-        """Whether the detector says that the ranks do not move."""
+        """Whether the ranks make no progress, according to the detector."""
         return self.state in ("looking", "hung", "stalled")
 
     def __repr__(self) -> str:
@@ -385,12 +385,12 @@ class JobView:
         return {"schema": SCHEMA, "running": self.running, **asdict(self)}
 
 
-# What a rank's manager says of its state, in the free text of a member (manager/plan.py: ReplicaClaim), as far as others must
-# understand it: whether it is well formed, and where the replica listens.
-DIALECT = "manager"  # of members whose text is a claim
-MAX_RANKS = 4096  # of one replica
+# The claim of a manager about its replica, in `Member.data` (manager/plan.py: ReplicaClaim). Only its validity and the
+# replica's addresses are checked here.
+DIALECT = "manager"  # dialect of members with such a claim
+MAX_RANKS = 4096  # per replica
 MAX_CHARS = 1 << 20
-_MAX_TEXT = 512  # of one field
+_MAX_TEXT = 512  # per field
 _MAX_LINEAGE = 64
 _MAX_NUMBER = 1 << 53  # exact in every JSON reader
 
@@ -436,9 +436,9 @@ _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def find_fault(text: str) -> str:
-    """Why this text is not a claim that every member can read; "" when it is one."""
+    """Why a text is not a valid claim; "" if it is."""
     if len(text) > MAX_CHARS:
-        return f"it has {len(text)} characters, at most {MAX_CHARS} are allowed"
+        return f"it has {len(text)} characters, but at most {MAX_CHARS} are allowed"
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -464,12 +464,12 @@ def _find_fault(fields: dict[str, Any]) -> str:
 
 
 def _is_simple(value: object) -> bool:
-    """Of a field of a newer version."""
+    """Whether this is a valid value for a field of a newer version."""
     return _is_flag(value) or _is_number(value) or _is_text(value)
 
 
 def addresses_of(member: Member) -> tuple[str, ...]:
-    """Where the other members will connect to it: the servers of its ranks, and its store."""
+    """The addresses that other members connect to: the servers of its ranks, and its store."""
     found = {member.address: None, member.store: None}
     if member.dialect == DIALECT:
         found |= {str(claim.get("address", "")): None for claim in json.loads(member.data)["ranks"]}

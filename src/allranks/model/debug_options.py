@@ -1,4 +1,4 @@
-"""The `debug:` section that people know, with triggers beyond the fixed wait.
+"""Options of stack collection, in the `debug:` section of a YAML file.
 
 debug:
   enabled: true
@@ -31,52 +31,56 @@ from allranks.model.options import check_options, key_of, meanings, option
 
 
 def _seconds(default: Any, help: str, key: str, flags: str) -> Any:
-    """An option that is a time in seconds, or several."""
+    """An option with one or several times in seconds."""
     return option(default, help, key=key, flags=flags, unit="s", at_least=0)
 
 
 @dataclass(frozen=True)
 class DebugOptions:
-    """When and how to collect by itself. Times in seconds; 0 turns a trigger off."""
+    """When and how stacks are collected automatically. Times in seconds; 0 turns a trigger off."""
 
     enabled: bool = option(True, "collect stacks at all")
     wait_s: float = _seconds(
-        600.0, "collect once, this long after the start; 0: never", "wait_seconds", "--wait"
+        600.0, "collect once this long after the start; 0: never", "wait_seconds", "--wait"
     )
     output_dir: str = option(
         "{log_dir}/backtraces",
-        "folder of the collections; {log_dir} is $LOG_DIR or ./logs",
+        "output folder; {log_dir} is $LOG_DIR or ./logs",
         metavar="DIR",
         flags="-o --output",
     )
     at_s: tuple[float, ...] = _seconds(
-        (), "collect this long after the start, too", "triggers.at_seconds", "--at"
+        (), "also collect this long after the start", "triggers.at_seconds", "--at"
     )
     no_progress_s: float = _seconds(
         60.0,
-        "collect when the ranks make no progress for this long, by their black boxes or, without, by the CPU and "
+        "collect when the ranks make no progress for this long, measured by their black boxes, or else by CPU time and "
         "context switches of their main threads; 0: never",
         "triggers.no_progress_seconds",
         "--no-progress",
     )
     slow_ms: float = option(
         0.0,
-        "collect when a pass of a recorded rank lasts longer, from one of its calls to the next; 0: never",
+        "collect when the time between two calls of a recorded rank is longer; 0: never",
         key="triggers.slow_ms",
         flags="--slow-ms",
         unit="ms",
         at_least=0,
     )
-    rank_lost: bool = option(True, "collect when a rank ended while others run", key="triggers.rank_lost")
-    repeats: int = option(3, "collections of one stall, each after twice the time", at_least=1)
-    rounds: int = option(2, "samples of each collection: one cannot tell stuck from slow", at_least=1)
+    rank_lost: bool = option(
+        True, "collect when a rank exited while others are running", key="triggers.rank_lost"
+    )
+    repeats: int = option(3, "collections per stall, each after twice the time", at_least=1)
+    rounds: int = option(2, "samples per collection; one sample cannot tell stuck from slow", at_least=1)
     interval_s: float = _seconds(5.0, "between two samples", "interval_seconds", "--interval")
     native: str = option(
-        "suspects", "ranks of which native frames are taken", choices=("suspects", "all", "never")
+        "suspects", "ranks whose native frames are collected", choices=("suspects", "all", "never")
     )
-    cuda_gdb: bool = option(False, "take device kernels by cuda-gdb, too")
-    patterns: tuple[str, ...] = option((), "further process titles that are ranks")
-    roles: tuple[str, ...] = option((), "further roles of processes: ROLE=EXPRESSION that its title has")
+    cuda_gdb: bool = option(False, "also collect device kernels with cuda-gdb")
+    patterns: tuple[str, ...] = option(
+        (), "regular expressions for titles of further processes that are ranks"
+    )
+    roles: tuple[str, ...] = option((), "further roles of processes, by title: ROLE=EXPRESSION")
     restart: tuple[str, ...] = option(
         (), "roles that `allranks watch --tree` may restart when they are stuck: ROLE=COMMAND"
     )
@@ -93,7 +97,7 @@ class DebugOptions:
                 raise ConfigurationError(f"debug: restart: {one!r} is not ROLE=COMMAND")
 
     def fixed_points(self) -> tuple[float, ...]:
-        """Seconds after the start at which to collect whatever happens."""
+        """Fixed times, in seconds after the start."""
         points = {*self.at_s, *((self.wait_s,) if self.wait_s else ())}
         return tuple(sorted(point for point in points if point > 0))
 
@@ -106,7 +110,7 @@ class DebugOptions:
 
 
 def bad_patterns(patterns: Iterable[str]) -> Iterator[str]:
-    """A complaint for each that is not a regular expression."""
+    """A message for each pattern that is not a regular expression."""
     for one in patterns:
         try:
             re.compile(one)
@@ -114,12 +118,12 @@ def bad_patterns(patterns: Iterable[str]) -> Iterator[str]:
             yield f"{one!r} is not a regular expression: {error}"
 
 
-#: Keys of the same section that `allranks run` reads: one job file serves every command.
+#: Keys of the same section that only `allranks run` reads.
 OF_RUN = frozenset({"record", "watch", "hang_floor_s", "hang_cap_s", "startup_s", "incidents", "log_level"})
 
 
 def read_debug_options(path: str | Path, base: DebugOptions | None = None) -> DebugOptions:
-    """The `debug:` section of a YAML file, which may have none; other sections are none of our business."""
+    """Reads the `debug:` section of a YAML file; other sections are ignored."""
     from allranks.model.yaml_tree import read_yaml
 
     try:
@@ -136,7 +140,7 @@ def read_debug_options(path: str | Path, base: DebugOptions | None = None) -> De
 
 
 def parse_debug(section: object, base: DebugOptions | None = None) -> DebugOptions:
-    """Options from the section's data; unknown keys and wrong kinds are named."""
+    """Options from the section's data; ConfigurationError for unknown keys and wrong types."""
     if not isinstance(section, dict):
         raise ConfigurationError("debug must be a mapping")
     triggers = section.get("triggers") or {}

@@ -1,7 +1,6 @@
-"""What allranks says of a job: the findings of `diagnose`, what it can be given besides the dumps, and incidents, which hold them.
+"""Findings of `diagnose`, its further inputs, and incidents. Pure data; JSON in docs/reference/json.md.
 
-Pure data; JSON in docs/reference/json.md. Times of an incident are epoch seconds so that nodes can be compared; `durations_s` come
-from one monotonic clock each.
+Times of an incident are epoch seconds, so that nodes can be compared; each of `durations_s` is from one monotonic clock.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from allranks.model.formatting import one_line
 from allranks.model.trace import Frame, World
 
 INCIDENT_SCHEMA = 1
-#: A stall becomes a hang when it is known that it will not end by itself.
+#: A stall becomes a hang when it is known not to end by itself.
 Kind = Literal["stall", "hang", "death", "partition", "request", "slow"]
 ActionKind = Literal[
     "none", "dry_run", "collect", "evict", "set_aside", "restart_rank", "restart_job", "leave_node", "command"
 ]
 Severity = Literal["root", "consequence", "warning"]
 Status = Literal["ok", "fault", "unclear"]
-#: Stated confidence, and the share of such verdicts whose ranks and cause are right: benchmarks/results/verdicts.json.
+#: (minimum confidence, share of such verdicts with correct ranks and cause), from benchmarks/results/verdicts.json.
 CALIBRATION = ((0.9, 0.9877), (0.8, 0.9837), (0.6, 0.8878), (0.4, 0.7457), (0.0, 0.4))
 
 
 def share_right(confidence: float) -> float:
-    """How many of the verdicts that state this confidence are right."""
+    """The share of correct verdicts with this confidence."""
     return next(share for least, share in CALIBRATION if confidence >= least or not least)
 
 
@@ -37,7 +36,7 @@ def confidence_text(confidence: float) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Finding:
-    """One thing that is wrong. `ranks` are the guilty ones only."""
+    """One problem. `ranks` are only the guilty ones."""
 
     cause: str
     ranks: tuple[int, ...]
@@ -52,12 +51,13 @@ class Finding:
     stacks: tuple[tuple[tuple[int, ...], tuple[Frame, ...]], ...] = ()  # (ranks, stack), guilty ones first
     evidence: tuple[str, ...] = ()
     missing_evidence: tuple[str, ...] = ()
-    advice: tuple[str, ...] = ()  # what to do, exact commands
-    #: what each of `stacks` is: "live", "last finished call", …; () all unknown
-    stack_labels: tuple[str, ...] = ()
-    wrong_if: str = ""  # what would prove it wrong
-    met_another: bool = False  # the others' call met another call of the guilty ranks, which does not fit
-    kind: str = ""  # the rule that found it: a row of diagnosis/kinds.py; "" for findings of other evidence
+    advice: tuple[str, ...] = ()  # exact commands
+    stack_labels: tuple[
+        str, ...
+    ] = ()  # origin of each of `stacks`: "live", "last finished call", …; () unknown
+    wrong_if: str = ""  # what would disprove it
+    met_another: bool = False  # the others' call was matched with a different call of the guilty ranks
+    kind: str = ""  # the rule in diagnosis/kinds.py; "" for findings from other evidence
 
     def __repr__(self) -> str:
         return f"<Finding {self.cause}, {self.confidence:.0%}: {self.sentence}>"
@@ -65,7 +65,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class FileNote:
-    """What became of one input file."""
+    """The result of reading one input file."""
 
     path: str
     rank: int | None
@@ -76,10 +76,10 @@ class FileNote:
 
 @dataclass(frozen=True)
 class RankNow:
-    """What a rank is doing now, seen from outside: its stacks, or its process being gone.
+    """What a rank is doing now, from its stacks.
 
-    `cause` is a word of `allranks stacks` ("sleep", "dataloader_wait", "collective_wait", ...), or "gone" when
-    the process does not exist any more. `where` is "data.py:31 in load_batch".
+    `cause` is a cause of `allranks stacks` ("sleep", "dataloader_wait", "collective_wait", ...), or "gone" if the process no
+    longer exists. `where` is "data.py:31 in load_batch".
     """
 
     rank: int
@@ -87,17 +87,17 @@ class RankNow:
     where: str = ""
     evidence: str = ""
     stack: tuple[Frame, ...] = ()
-    held_by: int | None = None  # the rank that holds the lock on a file for which it waits
+    held_by: int | None = None  # the rank that holds the file lock that it waits for
 
     @property
     def line(self) -> str:
-        """Its evidence, as a line of a list."""
+        """Its evidence as one line."""
         return f"rank {self.rank}: {self.evidence}" if self.evidence else ""
 
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """One process group as the whole job knows it, for reports."""
+    """One process group of the whole job, for reports."""
 
     label: str
     name: str
@@ -112,7 +112,7 @@ class GroupSummary:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The whole answer. `verdict` is None when status is ok."""
+    """The result of `diagnose`. `verdict` is None if status is ok."""
 
     status: Status
     verdict: Finding | None
@@ -122,12 +122,12 @@ class Diagnosis:
     ranks: tuple[int, ...] = ()  # ranks with a readable trace
     summary: tuple[str, ...] = field(default=())
     groups: tuple[GroupSummary, ...] = ()
-    hosts: tuple[tuple[int, str], ...] = ()  # (rank, host), where known
-    worlds: tuple[World, ...] = ()  # of a job of several: which ranks have which role
+    hosts: tuple[tuple[int, str], ...] = ()  # (rank, host), if known
+    worlds: tuple[World, ...] = ()  # of a job with several worlds
 
 
 def describe_exit(code: int) -> str:
-    """ "died of SIGKILL", "exited with code 3": a code as that of subprocess, negative for a signal."""
+    """ "died of SIGKILL", "exited with code 3": for a code of subprocess, which is negative for a signal."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -147,7 +147,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy decided, and how it went."""
+    """The decision of the policy, and its result."""
 
     kind: ActionKind
     reason: str
@@ -160,11 +160,11 @@ class Action:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank's program ended by its own doing, in a form that recognises the same failure when it happens again."""
+    """A failure of a rank's own program, in a form that allows recognizing a repetition."""
 
     rank: int
     reason: str  # "raised ValueError", "exited with code 3"
-    where: str = ""  # the user's line, "" when nothing tells
+    where: str = ""  # the user's line; "" if unknown
     text: str = ""
     step: int = -1  # of the last mark, -1 without one
     calls: int = 0  # completed
@@ -176,13 +176,13 @@ class Failure:
 
     @property
     def place(self) -> str:
-        """When it happened, in words."""
+        """When it happened, as text."""
         if self.step >= 0:
             return f"in step {self.step}"
         return f"after {self.calls} collective calls" if self.calls else "before the first step"
 
     def repeats(self, earlier: Failure) -> bool:
-        """Whether it is the same line and error at the same step; without marks, after about as many calls."""
+        """Whether line, error and step are the same; without step marks, whether the number of calls is similar."""
         if (self.reason, self.where, self.step) != (earlier.reason, earlier.where, earlier.step):
             return False
         if not self.where and self.text != earlier.text:
@@ -193,13 +193,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Incident:
-    """The whole story. Fields are filled in as the incident proceeds; the file is rewritten atomically."""
+    """One incident. Fields are filled in as it proceeds; its file is rewritten atomically."""
 
     id: str
     kind: Kind
     job: str
     opened: float
-    reason: str  # why it was opened, in the noticer's words
+    reason: str  # why it was opened
     node: str = ""
     ranks: tuple[int, ...] = ()  # the guilty ones, once known
     step: int = -1  # last good step
@@ -207,7 +207,7 @@ class Incident:
     stacks: dict[str, Any] | None = None  # summary as in `allranks stacks --json`, without threads
     action: Action | None = None
     timeline: tuple[Moment, ...] = ()
-    missing: tuple[str, ...] = ()  # what did not answer
+    missing: tuple[str, ...] = ()  # sources without a response
     closed: float | None = None
     durations_s: dict[str, float] = field(default_factory=dict)
     folder: str = ""

@@ -1,4 +1,4 @@
-"""Ranks, durations and sizes as people read them: in every message, report and page."""
+"""Formats ranks, durations and sizes for messages, reports and pages."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # numpy, which commands that only print do not need
+if TYPE_CHECKING:  # imports numpy
     from allranks.model.trace import World
 
-#: A flag, with the command before it: a line is not broken inside of it, nor between its two dashes.
+#: A flag with its command, which must not be split over two lines.
 FLAG = re.compile(r"(?:\ballranks (?:\w+ )?)?(?<![\w-])--?[a-z][\w-]*")
 _RANKS = re.compile(r"\b([Rr])anks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)")
 
 
 def rank_runs(ranks: Iterable[int]) -> list[str]:
-    """["0-7", "9"]: three and more consecutive ranks are one run."""
+    """["0-7", "9"]: three or more consecutive ranks form a run."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and runs[-1][1] == rank - 1:
@@ -41,9 +41,9 @@ def ranks_text(ranks: Iterable[int], limit: int = 12) -> str:
 
 
 def rename(text: str, worlds: Sequence[World]) -> str:
-    """ "ranks 0, 3 wait" of two worlds of two is "trainer 0, rollout 1 wait"; unchanged in a job of one world."""
+    """Names ranks by their world: "ranks 0, 3 wait" becomes "trainer 0, rollout 1 wait". Unchanged with one world."""
 
-    def told(match: re.Match[str]) -> str:
+    def named_by_world(match: re.Match[str]) -> str:
         named = set()
         for run in match[2].split(", "):
             low, _, high = run.partition("-")
@@ -57,7 +57,7 @@ def rename(text: str, worlds: Sequence[World]) -> str:
         words = ", ".join(parts)
         return words[0].upper() + words[1:] if match[1] == "R" else words
 
-    return _RANKS.sub(told, text) if worlds else text
+    return _RANKS.sub(named_by_world, text) if worlds else text
 
 
 def count(number: int, word: str, several: str = "") -> str:
@@ -81,7 +81,7 @@ def duration(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long something lasts that still lasts: whole seconds, at least one."""
+    """The duration of something that continues: whole seconds, at least one."""
     whole = max(1, round(seconds))
     return f"{whole} s" if whole < 120 else duration(whole)
 
@@ -110,7 +110,7 @@ def byte_size(count: int | float) -> str:
 
 
 def one_line(text: str, limit: int = 200) -> str:
-    """The first line of a text, with the next where it ends with a colon; cut where it is too long for a sentence."""
+    """The first line of a text, with the second if the first ends with a colon, truncated to `limit`."""
     lines = [line for line in map(str.strip, text.splitlines()) if line]
     first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return first if len(first) <= limit else f"{first[: limit - 1].rstrip()}…"

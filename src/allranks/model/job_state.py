@@ -1,7 +1,7 @@
-"""How a job is, in one line with one colour: the one function from what is published to what people read. Pure.
+"""Describes the state of a job in one line with a level. Pure.
 
-The page, `allranks status`, `allranks top` and the metrics all show this line and no other. The agents decide whether a job
-moves: amber from their first suspicion, red from their verdict. Without agents, steps that stop coming are all that is known.
+The page, `allranks status`, `allranks top` and the metrics all show this line. Agents decide whether a job makes progress: the
+level is "warn" from the first suspicion and "bad" from the verdict on. Without agents, only missing steps are visible.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _WAITED = re.compile(r"(\d ranks? )(?:has|have) waited (?:at most )?[\d.]+ \w+(?
 
 @dataclass(frozen=True)
 class AgentState:
-    """What the agent of a node says of the ranks that it watches."""
+    """What the agent of a node reports about its ranks."""
 
-    motion: str = "moving"  # moving | stalled (it looks into it) | hung (it has a verdict)
-    sentence: str = ""  # the cause as far as it is known
+    motion: str = "moving"  # moving | stalled (under investigation) | hung (with a verdict)
+    sentence: str = ""  # the cause, as far as known
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class OpenIncident:
 
     kind: str  # hang, death, partition, slow, request
     sentence: str
-    outcome: str = ""  # what was done about it
-    decided: str = ""  # what the policy decided when nothing was done
+    outcome: str = ""  # the action taken
+    decided: str = ""  # the policy's decision if no action was taken
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What ranks do in one step, as their step marks say; 0: not known."""
+    """The work of ranks in one step, from their step marks; 0: unknown."""
 
     tokens: float = 0.0
     flops: float = 0.0
-    peak: float = 0.0  # floating-point operations per second that their GPUs could do
+    peak: float = 0.0  # peak floating-point operations per second of their GPUs
 
     def __add__(self, other: StepWork) -> StepWork:
         return StepWork(self.tokens + other.tokens, self.flops + other.flops, self.peak + other.peak)
@@ -51,7 +51,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Everything that the line may depend on. Seconds; None and -1: not known."""
+    """Everything that the line depends on. Times in seconds; None and -1: unknown."""
 
     agents: tuple[AgentState, ...] = ()
     incidents: tuple[OpenIncident, ...] = ()
@@ -60,12 +60,14 @@ class JobFacts:
     calls: int = 0  # finished by all ranks, for scripts without step marks
     calls_per_s: float | None = None
     silent_s: float = 0.0  # since the last step, or the last call of a script without steps
-    usual_s: float = 60.0  # a longer silence is unusual
+    usual_s: float = 60.0  # longer than this is unusual
     members: int = 0
-    replicas: int = 0  # those there and those missed; 0: a whole job
+    replicas: int = 0  # connected and missing ones; 0: a whole job
     nodes: int = 0
     begun: bool = False
-    gone: str = ""  # no replica is there: "left" in good order, or "lost"; "ended": no rank of the job runs
+    gone: str = (
+        ""  # no replica is connected: they "left" or were "lost"; "ended": no rank of the job is running
+    )
     missing: str = ""  # ", replica-2 back in about 20 s"
     waiting: str = ""  # why there is no new quorum
     over: bool = False
@@ -79,7 +81,7 @@ class JobFacts:
 
     @property
     def mfu(self) -> float | None:
-        """The share of the GPUs' peak that the training uses."""
+        """Model FLOPs utilization: the share of the GPUs' peak that the training uses."""
         known = self.steps_per_s and self.work.flops and self.work.peak
         return self.steps_per_s * self.work.flops / self.work.peak if self.steps_per_s and known else None
 
@@ -94,9 +96,9 @@ class StateLine:
 
 
 def describe(facts: JobFacts) -> StateLine:
-    """The line."""
+    """The line for these facts."""
     if not facts.leading:
-        return StateLine("standby", "warn", f"Standby: the leader is {facts.leader or 'not known'}")
+        return StateLine("standby", "warn", f"Standby: the leader is {facts.leader or 'unknown'}")
     if facts.over:
         at = f" at step {facts.step:,}" if facts.step >= 0 else ""
         return StateLine("finished", "good", f"Finished{at}")
@@ -104,14 +106,14 @@ def describe(facts: JobFacts) -> StateLine:
 
 
 def is_hung(facts: JobFacts) -> bool:
-    """By the verdict of an agent; of a lighthouse that no agent has spoken to yet, by the open incident."""
+    """Whether an agent reports a hang, or, before any agent has reported, a hang incident is open."""
     if facts.agents:
         return any(agent.motion == "hung" for agent in facts.agents)
     return any(one.kind == "hang" and not one.outcome for one in facts.incidents)
 
 
 def _trouble(facts: JobFacts) -> StateLine | None:
-    """What agents and their open incidents say."""
+    """The line for a problem that agents or open incidents report."""
     hang = _newest(facts.incidents, "hang")
     if is_hung(facts):
         return _hung(facts, hang)
@@ -132,11 +134,11 @@ def _trouble(facts: JobFacts) -> StateLine | None:
 
 
 def _hung(facts: JobFacts, hang: OpenIncident | None) -> StateLine:
-    """The cause in words, and what is done about it."""
+    """The line for a hang, with its cause and the action."""
     agents = [agent for agent in facts.agents if agent.motion == "hung"]
     cause = hang.sentence if hang is not None else next((a.sentence for a in agents if a.sentence), "")
     done = "" if hang is None else hang.outcome or hang.decided
-    lasts = f" for {age(facts.silent_s)}" if facts.silent_s else ""  # not known before the first call
+    lasts = f" for {age(facts.silent_s)}" if facts.silent_s else ""  # unknown before the first call
     text = f"Hung{lasts}{_at(facts)}" + (f": {inside_line(cause)}" if cause else "")
     return StateLine("hung", "bad", f"{text.rstrip('.')}. {done[:1].upper()}{done[1:]}" if done else text)
 
@@ -150,14 +152,14 @@ def inside_line(sentence: str) -> str:
 
 
 def _not_training(facts: JobFacts) -> StateLine | None:
-    """It has not begun yet, or no process is left."""
+    """The line for a job that has not started yet, or has no process left."""
     if facts.gone == "ended":
-        return StateLine("stopped", "bad", f"Stopped: no rank runs any more{_last(facts)}")
+        return StateLine("stopped", "bad", f"Stopped: no rank is running{_last(facts)}")
     if not facts.begun:
         why = f": {facts.waiting}" if facts.waiting else facts.missing
         return StateLine("starting", "warn", f"Starting{_count(facts)}{why}")
     if facts.gone == "left":
-        text = f"No replica trains: they have left{_last(facts)}{facts.missing}"
+        text = f"No replica is training: all have left{_last(facts)}{facts.missing}"
         return StateLine("stopped", "warn", text)
     if facts.gone:
         kind = "replica" if facts.replicas else "agent"
@@ -167,7 +169,7 @@ def _not_training(facts: JobFacts) -> StateLine | None:
 
 
 def _stalled(facts: JobFacts) -> StateLine | None:
-    """Of a job without agents: nobody else looks."""
+    """The line for a job without agents that makes no progress."""
     if facts.agents or facts.silent_s < facts.usual_s:
         return None
     why = f"; {facts.waiting}" if facts.waiting else facts.missing
@@ -206,7 +208,7 @@ def _at(facts: JobFacts) -> str:
 
 
 def _count(facts: JobFacts) -> str:
-    """ ", 3 of 4 replicas"; of a whole job ", 2 nodes"."""
+    """ ", 3 of 4 replicas", or ", 2 nodes" for a whole job."""
     if facts.replicas:
         return f", {facts.members:,} of {facts.replicas:,} replicas"
     return f", {count(facts.nodes, 'node')}" if facts.nodes else ""

@@ -1,6 +1,6 @@
-"""Options once: a frozen dataclass whose fields carry default, meaning, unit and bounds.
+"""Options as frozen dataclasses, whose fields contain default, help, unit and bounds.
 
-Checks at construction, the schema of the job file and the tables in docs are made from them.
+Checks, command-line flags, the schema of the job file and the tables in the docs are derived from them.
 
     @dataclass(frozen=True)
     class SaveOptions:
@@ -22,7 +22,7 @@ from allranks.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Meaning:
-    """What is known of one option. `choices` are its only values, as text; `title` its name in messages."""
+    """The metadata of one option. `choices` are its allowed values, as text; `title` is its name in messages."""
 
     help: str
     unit: str = ""
@@ -31,15 +31,14 @@ class Meaning:
     at_most: float | None = None
     choices: tuple[str, ...] = ()
     title: str = ""
-    flags: tuple[str, ...] = ()  # of the command line; (): --name-with-dashes
-    # seconds that the command line takes in milliseconds: --join-timeout-ms for join_timeout_s
-    ms: bool = False
+    flags: tuple[str, ...] = ()  # (): --name-with-dashes
+    ms: bool = False  # in seconds, but the flag takes milliseconds: --join-timeout-ms for join_timeout_s
     metavar: str = ""
-    nargs: str = ""  # "+": one flag takes all values; "": it is repeated. "...": all words that follow
-    environment: str = ""  # variable that is used when the flag is not given
-    key: str = ""  # in the job file, dots for sections; "": the field's name
+    nargs: str = ""  # "+": one flag takes all values; "": repeat the flag; "...": all following words
+    environment: str = ""  # variable that is used without the flag
+    key: str = ""  # in the job file, with dots for sections; "": the field's name
     group: str = ""  # heading in the help
-    argument: bool = False  # it stands on the command line without a flag
+    argument: bool = False  # positional
     required: bool = False
 
 
@@ -51,8 +50,7 @@ def option(
     choices: Sequence[str] = (),
     **more: Any,  # the other fields of Meaning
 ) -> Any:
-    """A field of an options class. A default that can be changed is given as a function that makes it; `flags` are
-    spellings separated by spaces."""
+    """A field of an options class. A mutable default is given as a factory; `flags` are separated by spaces."""
     kept = {"option": Meaning(help, flags=tuple(flags.split()), choices=tuple(choices), **more)}
     if callable(default):
         return field(default_factory=default, metadata=kept)
@@ -60,19 +58,19 @@ def option(
 
 
 def argument(default: Any, help: str, **more: Any) -> Any:
-    """A field that stands on the command line without a flag: one word, or all of them where it is a tuple."""
+    """A positional argument: one word, or all remaining words for a tuple."""
     return option(default, help, argument=True, **more)
 
 
 def meanings(options: Any) -> Iterator[tuple[Field[Any], Meaning]]:
-    """Every option of a class or an object, with its meaning."""
+    """Every option of a class or an instance, with its metadata."""
     for one in fields(options):
         if "option" in one.metadata:
             yield one, one.metadata["option"]
 
 
 def key_of(one: Field[Any]) -> str:
-    """An option's name in the job file, with dots for sections inside its section."""
+    """An option's name in its section of the job file, with dots for subsections."""
     meaning: Meaning = one.metadata["option"]
     return meaning.key or one.name
 
@@ -82,8 +80,7 @@ def default_of(one: Field[Any]) -> Any:
 
 
 def check_options(options: Any, of: str = "") -> None:
-    """Raises ConfigurationError for the first option that is out of its bounds or none of its choices; `of` begins
-    the message."""
+    """Raises ConfigurationError for the first option outside its bounds or choices; `of` is a prefix of the message."""
     for one, meaning in meanings(options):
         value = getattr(options, one.name)
         if value is None and default_of(one) is None:
@@ -98,7 +95,7 @@ def check_options(options: Any, of: str = "") -> None:
 
 
 def missed(value: Any, meaning: Meaning) -> str:
-    """What the number must be and is not; "": it is within its bounds."""
+    """The bound that a number violates, as text; "" if it is within its bounds."""
     if meaning.above is not None and not value > meaning.above:
         return "be positive" if meaning.above == 0 else f"be above {meaning.above:g}"
     if meaning.at_least is not None and not value >= meaning.at_least:

@@ -1,8 +1,7 @@
-"""Text, YAML, JSON and names of files from outside, before they are printed, logged or taken for data.
+"""Handles external text, JSON and file names: hides secrets, converts to types, finds ranks in names.
 
-JSON becomes values of a given type by msgspec. What msgspec learns about a class is kept in that class, and kept before it
-is complete: two threads that use a class for the first time at once crash the process (msgspec 0.22). Here one thread at a
-time does it.
+msgspec converts JSON to a given type. It caches information in the class before that is complete, so two threads that use a
+class for the first time simultaneously crash the process (msgspec 0.22). A lock here prevents that.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    import msgspec  # imported where it is used: commands that only print start faster
+    import msgspec  # imported on first use, so that commands start faster
 
 T = TypeVar("T")
 _first_use = threading.Lock()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 
-#: text_key and --text-key are ours, and name a column.
+#: Excludes our own text_key and --text-key, which name a column.
 _SECRET_NAME = r"(?:token|secret|passw(?:or)?d|passphrase|pwd|(?<!text[_-])key|credentials?|signature|\bsig)"
 _SECRET_KEY = re.compile(rf"(?i){_SECRET_NAME}$")
 _SECRET_WORD = re.compile(rf"(?i)((?:{_SECRET_NAME}|webhook)[\s\0]+)(?!-)[^\s\0]+")  # --api-key VALUE
@@ -29,10 +28,10 @@ _SECRET_TEXT = tuple(
     for pattern in (
         rf"(?i)({_SECRET_NAME}=['\"]?)[^\s\0&'\"]+()",  # --api-key=VALUE, wandb.api_key=VALUE, ?X-Amz-Signature=VALUE
         rf"(?i)({_SECRET_NAME}['\"]?\s*[=:]\s*['\"])[^'\"\n\0]+()",  # api_key = "VALUE", 'token': 'VALUE'
-        # scheme://user:VALUE@host, scheme://VALUE@host; up to the last @, which a password may have, too
+        # scheme://user:VALUE@host, scheme://VALUE@host; up to the last @, because a password may contain one
         r"(://(?:[^\s\0/@:'\"<>]*:)?)[^\s\0/'\"<>]+(@)",
         r"(?i)(authorization:\s*(?:(?:bearer|basic|token)\s+)?)[^\s\0'\"]+()",
-        # Slack (hooks.slack.com/), Discord (/api/webhooks/), Teams (x.webhook.office.com/); a host ends at the first slash: linear
+        # Slack (hooks.slack.com/), Discord (/api/webhooks/), Teams (x.webhook.office.com/)
         r"(?i)(://(?:hooks?\.|[^\s\0'\"/]+/(?:api/)?webhooks?|[^\s\0'\"/]*webhook)[^\s\0'\"/]*/)[^\s\0'\"]+()",
     )
 )
@@ -40,7 +39,7 @@ _SPECIAL_TOKEN = re.compile(r"<.*>|\[.*\]")  # eos_token: "</s>" is not a secret
 
 
 def without_secrets(text: str) -> str:
-    """A text, or a command line with its words separated by blanks or zeros, without what looks like passwords and keys."""
+    """Replaces passwords and keys in a text or a command line (words separated by blanks or NUL) by ***."""
 
     def hide_value(found: re.Match[str]) -> str:
         name = re.split(r"[\s\0]", text[max(0, found.start() - 100) : found.end(1)].rstrip("\0 \t\n"))[-1]
@@ -53,11 +52,11 @@ def without_secrets(text: str) -> str:
 
 
 def hide_secrets(value: object, name: str = "") -> object:
-    """Plain data without what looks like passwords and keys, by its texts and by the `name` under which each stands."""
+    """Replaces passwords and keys in plain data, detected by their text and by the `name` of their key."""
     if isinstance(value, Mapping):
         return {key: hide_secrets(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        if all(isinstance(one, str) for one in value):  # perhaps a command line
+        if all(isinstance(one, str) for one in value):  # may be a command line
             value = without_secrets("\0".join(value)).split("\0") if value else value
         return [hide_secrets(one, name) for one in value]
     if not isinstance(value, str):
@@ -70,8 +69,8 @@ def hide_secrets(value: object, name: str = "") -> object:
 
 
 def role_of_command(title: str) -> str:
-    """What a program calls itself: `reward` of `python serve.py reward 8000`, a plain word right after the script, else
-    `reward server` of `python -u /job/reward_server.py --port 80`; the program itself where it is not a script."""
+    """The role of a command: `reward` for `python serve.py reward 8000` (a plain word after the script), `reward server` for
+    `python -u /job/reward_server.py --port 80`, else the name of the program."""
     if found := re.search(r"\.py ([a-z][a-z_]{2,30})(\s|$)", title):
         return found[1]
     words = title.split()
@@ -84,19 +83,19 @@ def role_of_command(title: str) -> str:
 
 
 def only_host(url: str) -> str:
-    """What may be shown of an address: Slack's path is the key to its channel, and others have a password in front."""
+    """The part of a URL that is not secret: paths of webhooks are keys, and a password may stand before the host."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{re.split('[/?#]', rest)[0].rpartition('@')[2]}/…"
 
 
 def printable(text: str, limit: int = 2000) -> str:
-    """Without control characters, which would steer a terminal, and not longer than `limit`."""
+    """The text without control characters, truncated to `limit`."""
     text = text if len(text) <= limit else f"{text[:limit]} …"
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
 def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """The decoder of a type; what it raises is a ValueError."""
+    """The decoder of a type; its errors are ValueErrors."""
     found = _decoders.get(kind)
     if found is None:
         import msgspec
@@ -107,12 +106,12 @@ def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
-    """`msgspec.json.decode(data, type=kind)`, from any thread."""
+    """Thread-safe `msgspec.json.decode(data, type=kind)`."""
     return json_decoder(kind).decode(data)
 
 
 def to_json(value: object) -> str:
-    """`msgspec.json.encode(value)`, from any thread."""
+    """Thread-safe `msgspec.json.encode(value)`."""
     import msgspec
 
     json_decoder(type(value))
@@ -120,7 +119,7 @@ def to_json(value: object) -> str:
 
 
 def convert(value: object, kind: type[T], *, strict: bool = True) -> T:
-    """`msgspec.convert(value, kind)`, from any thread."""
+    """Thread-safe `msgspec.convert(value, kind)`."""
     import msgspec
 
     json_decoder(kind)
@@ -141,23 +140,22 @@ _NO_RANK = re.compile(r"(?:pid|host|node|ip|local[_\-. ]?rank)[_\-. =]*$", re.I)
 _ATTEMPT = re.compile(
     r"(?:attempt|restart|retry|try|gen|generation)[_\-. =]*(\d+)|(?<![A-Za-z0-9])a(\d+)(?=[._\-/]|$)", re.I
 )
-#: No job has so many ranks; larger numbers are process ids, dates or times.
-MAX_RANK = 999_999
+MAX_RANK = 999_999  # larger numbers are process ids, dates or times
 
 
 def rank_by_prefix(name: str, prefix: str) -> int | None:
-    """The digits right after the prefix, which may have a host or anything else before it."""
+    """The number right after the prefix, which may be anywhere in the name."""
     match = re.search(re.escape(prefix) + r"(\d+)", name)
     return _plausible(match.group(1)) if match else None
 
 
 def without_time(path: str) -> str:
-    """The path without times as "20261118_004611" or "2026-11-18T00:46:11", whose numbers are no ranks."""
+    """The path without timestamps such as "20261118_004611" or "2026-11-18T00:46:11"."""
     return _TIME.sub("", path)
 
 
 def rank_of_name(path: str) -> int | None:
-    """The rank that one path tells by itself, without looking at its neighbours; None when it does not."""
+    """The rank in a single path, or None."""
     parts = without_time(path).replace("\\", "/").split("/")
     name = parts[-1]
     box = _BOX.search(name)
@@ -182,10 +180,10 @@ def _of_stem(name: str) -> int | None:
 
 
 def ranks_of_names(paths: Iterable[str]) -> dict[str, int]:
-    """Ranks for a whole set of files: those that tell by themselves, then the rest by what tells them apart.
+    """Ranks for a set of files: from single paths if possible, else from the differences between names.
 
-    Names that differ only in numbers form a family; the column of numbers that is different for every member is
-    the rank (that with the smallest numbers, if there are several). A file alone gives its last plausible number.
+    Names that differ only in numbers form a family. The number that differs in every name is the rank (if several do, the
+    one with the smallest values). A single file has its last plausible number as rank.
     """
     found: dict[str, int] = {}
     families: dict[str, list[str]] = defaultdict(list)
@@ -204,7 +202,7 @@ def ranks_of_names(paths: Iterable[str]) -> dict[str, int]:
 
 
 def _not_of_folder(found: dict[str, int]) -> dict[str, int]:
-    """The files of one folder that got one rank from its name ("debug_rank_0/trace_1"), by their own names where these differ."""
+    """Better ranks for files that took the rank of their folder ("debug_rank_0/trace_1"), if their own names differ."""
     folders: dict[str, list[str]] = defaultdict(list)
     for path in found:
         folders[path.rpartition("/")[0]].append(path)
@@ -219,7 +217,7 @@ def _not_of_folder(found: dict[str, int]) -> dict[str, int]:
 
 
 def _family_ranks(skeleton: str, members: list[str]) -> dict[str, int]:
-    """Of names that differ in numbers only: the numbers that are different everywhere, else node and GPU together."""
+    """Ranks of a family: the number that differs in every name, else node and GPU number combined."""
     rows = [_NUMBER.findall(_EXTENSIONS.sub("", without_time(path.rpartition("/")[2]))) for path in members]
     columns = {
         place: [int(digits) for digits in column]
@@ -230,7 +228,7 @@ def _family_ranks(skeleton: str, members: list[str]) -> dict[str, int]:
     ranks = [c for place, c in columns.items() if not _NO_RANK.search(before[place])] or [*columns.values()]
     distinct = [column for column in ranks if len(set(column)) == len(members)]
     varying = [column for column in columns.values() if len(set(column)) > 1]
-    if len(members) > 1 and distinct:  # of several, the smallest numbers: others are of hosts and processes
+    if len(members) > 1 and distinct:  # larger numbers belong to hosts and processes
         return dict(zip(members, min(reversed(distinct), key=max), strict=True))
     if len(varying) == 2 and len({*zip(*varying, strict=True)}) == len(members):
         return _grid_ranks(members, *varying)
@@ -238,7 +236,7 @@ def _family_ranks(skeleton: str, members: list[str]) -> dict[str, int]:
 
 
 def _grid_ranks(members: list[str], nodes: list[int], gpus: list[int]) -> dict[str, int]:
-    """node1_gpu0 comes behind all of node0, where nodes are counted; hosts with odd numbers are in an unknown order."""
+    """Ranks from node and GPU numbers, node by node; {} unless nodes are numbered consecutively from 0 or 1."""
     first, size = min(nodes), len(set(gpus))
     counted = first < 2 and set(nodes) == set(range(first, first + len(set(nodes))))
     if not counted or set(gpus) != set(range(size)) or len(members) != len(set(nodes)) * size:
@@ -247,13 +245,13 @@ def _grid_ranks(members: list[str], nodes: list[int], gpus: list[int]) -> dict[s
 
 
 def _explicit(part: str) -> int | None:
-    """ "rank_3", but not "local_rank_3" when the global one stands there too."""
+    """The number in "rank_3"; "local_rank_3" does not count."""
     matches = [(bool(m.group(1)), _plausible(m.group(2))) for m in _EXPLICIT.finditer(part)]
     ranks = [rank for local, rank in matches if not local and rank is not None]
     return ranks[-1] if ranks else None
 
 
-#: How the output of tools that print stacks begins, perhaps below a few lines of the user; the kinds are those of `stacks.raw_files`.
+#: The beginnings of stack captures of several tools, after up to four other lines; kinds as in `stacktraces.raw_files`.
 _CAPTURES = (
     ("pyspy.json", re.compile(rb'\s*\[\s*\{\s*"pid":\s*\d+,\s*"thread_id"')),
     *(
@@ -273,12 +271,12 @@ _CAPTURES = (
 
 
 def kind_of_capture(head: bytes) -> str:
-    """Which tool printed these stacks, by the first bytes of the file, whatever its name is; "" for anything else."""
+    """The tool that wrote a stack capture, from the first bytes of the file; "" for any other file."""
     return next((kind for kind, begin in _CAPTURES if begin.match(head)), "")
 
 
 def attempt_of_name(path: str) -> int | None:
-    """The attempt that a path names (attempt_2/, restart1, job.a2.r0...), innermost first; None when it names none."""
+    """The attempt in a path (attempt_2/, restart1, job.a2.r0...), innermost first, or None."""
     for part in reversed(path.replace("\\", "/").split("/")):
         matches = list(_ATTEMPT.finditer(part))
         if matches:
@@ -288,7 +286,7 @@ def attempt_of_name(path: str) -> int | None:
 
 
 def _plausible(digits: str) -> int | None:
-    """A number that can be a rank: not a date, a time or a process id with leading zeros."""
+    """The number, if it can be a rank: at most 6 digits."""
     if len(digits) > 6 or int(digits) > MAX_RANK:
         return None
     return int(digits)

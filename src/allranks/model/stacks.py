@@ -1,8 +1,7 @@
-"""What every rank is doing at a moment: stacks, kernel facts and progress marks, and what they mean; the same for all processes of
-a job that has roles.
+"""Stacks, kernel facts and progress marks of ranks, or of all processes of a job with roles, and their interpretation.
 
-Pure data. `stacktraces` fills a `Capture` or a `JobLook` from live processes or from files; `diagnosis`, `report` and the agent only
-read these types.
+Pure data. `stacktraces` creates a `Capture` or a `JobLook` from live processes or files; `diagnosis`, `report` and the agent
+read them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-#: What one rank can be stuck on. The names are public (docs/reference/json.md).
+#: Causes of a rank's wait. The names are public (docs/reference/json.md).
 CAUSES = (
     *("collective_wait", "p2p_wait", "rendezvous_wait", "store_wait", "dataloader_wait"),
     *("checkpoint_io", "file_lock_wait", "network_io", "lock_deadlock", "queue_wait"),
@@ -24,7 +23,7 @@ CAUSES = (
     *("healthy", "unknown"),
 )
 
-#: Those of them that are waits for other ranks, or for the device.
+#: Waits for other ranks or for the device.
 WAITS = frozenset({"collective_wait", "p2p_wait", "store_wait", "rendezvous_wait", "cuda_wait"})
 
 #: What a rank does, for a sentence.
@@ -68,7 +67,7 @@ PLAIN_VERBS = {
     "checkpoint_io": "reads or writes a file",
 }
 
-#: Of child processes that only wait for work: not what their rank waits for.
+#: Causes of child processes that wait for work, so that their rank does not wait for them.
 IDLE_CHILD = frozenset({"queue_wait", "healthy", "request_wait"})
 
 
@@ -80,23 +79,23 @@ class StackFrame:
     file: str
     line: int = 0
     native: bool = False
-    source: str = ""  # Python: the text of the line where it could be read; native: the library
+    source: str = ""  # Python: the text of the line, if readable; native: the library
 
 
 @dataclass(frozen=True)
 class ThreadStack:
-    """One thread's stack, innermost frame first. None means that the tool could not tell."""
+    """One thread's stack, innermost frame first. None means unknown."""
 
     tid: int | None
     name: str
     frames: tuple[StackFrame, ...]
-    active: bool | None = None  # running on a CPU when looked at
+    active: bool | None = None  # running on a CPU when sampled
     owns_gil: bool | None = None
 
 
 @dataclass(frozen=True)
 class ThreadFacts:
-    """What the kernel says of one thread."""
+    """The kernel's information about one thread."""
 
     tid: int
     comm: str = ""
@@ -104,28 +103,27 @@ class ThreadFacts:
     wchan: str = ""
     syscall: str = ""  # name, "running", or "" when unreadable
     args: tuple[int, ...] = ()
-    ticks: int = 0  # user + system clock ticks since the thread began
+    ticks: int = 0  # user + system clock ticks since the start of the thread
     kernel_stack: tuple[str, ...] = ()  # function names, innermost first
-    mutex_owner: int | None = None  # the thread that holds the native mutex this one waits for
-    switches: int = 0  # context switches since the thread began
-    wait_s: float | None = None  # how long its system call may last; -1 without limit, None when not known
-    # the wait status of a process that has ended and that its parent has not waited for
-    ended: int | None = None
-    file: str = ""  # what that call waits on: "pipe:[7]", "socket:[8]"; "epoll 3": three descriptors
+    mutex_owner: int | None = None  # the thread that holds the native mutex that this one waits for
+    switches: int = 0  # context switches since the start of the thread
+    wait_s: float | None = None  # timeout of its system call; -1: none, None: unknown
+    ended: int | None = None  # wait status of a zombie
+    file: str = ""  # what the call waits on: "pipe:[7]", "socket:[8]"; "epoll 3": three descriptors
 
     @property
     def left_s(self) -> float | None:
-        """Until its system call ends by itself; None: never, not known, or only the limit of one try of many."""
+        """Seconds until its system call ends by itself; None: never, unknown, or only the timeout of one of many tries."""
         flags = self.args[1] if len(self.args) > 1 else 0
         sleeps = self.syscall == "clock_nanosleep" and flags & 1
-        sleeps |= self.syscall == "pselect6" and not any(self.args[:4])  # time.sleep() of Python 3.10
+        sleeps |= self.syscall == "pselect6" and not any(self.args[:4])  # time.sleep() in Python 3.10
         absolute = sleeps or (self.syscall == "futex" and flags & 0x7F == 9)
         return self.wait_s if absolute and self.wait_s is not None and self.wait_s >= 0 else None
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One process at one moment. `at_s` is epoch seconds, None when the files do not tell."""
+    """One sample of a process. `at_s` is epoch seconds, None if unknown."""
 
     number: int
     at_s: float | None = None
@@ -135,7 +133,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class ProcessCapture:
-    """All that was collected of one process. `child` is None for the rank itself, else counts from 0."""
+    """The collected data of one process. `child` is None for the rank itself, else counts from 0."""
 
     rank: int
     child: int | None = None
@@ -143,14 +141,14 @@ class ProcessCapture:
     host: str = ""
     title: str = ""
     snapshots: tuple[Snapshot, ...] = ()
-    native: tuple[ThreadStack, ...] = ()  # stacks with native frames, from a slower look
-    kernels: tuple[str, ...] = ()  # device kernels that cuda-gdb saw
-    notes: tuple[str, ...] = ()  # what could not be collected, and why
+    native: tuple[ThreadStack, ...] = ()  # stacks with native frames, from a slower sample
+    kernels: tuple[str, ...] = ()  # device kernels from cuda-gdb
+    notes: tuple[str, ...] = ()  # what could not be collected, with the reason
     parallel: tuple[tuple[str, int], ...] = ()  # ("tp", 0), ("pp", 1) from the process title
 
     @property
     def is_helper(self) -> bool:
-        """Whether it is a process of ours beside the rank, and not a fork of the rank."""
+        """Whether it is a helper process of allranks, and not a fork of the rank."""
         return self.child is not None and " -m allranks." in self.title and ".launch." not in self.title
 
 
@@ -166,12 +164,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class RankMarks:
-    """The marks of one rank in time order. `seen_s`: when we looked last; None when the files do not tell."""
+    """The marks of one rank in time order. `seen_s`: time of the last sample; None if unknown."""
 
     rank: int
     marks: tuple[Mark, ...] = ()
     seen_s: float | None = None
-    expect_until_s: float = 0.0  # the rank declared silence normal until then
+    expect_until_s: float = 0.0  # no progress is expected until then
     closed: str = ""  # how the rank shut down, "" while running
 
 
@@ -186,7 +184,7 @@ class RasReply:
 
 @dataclass(frozen=True)
 class Capture:
-    """Everything collected of a job at one occasion; several nodes are joined into one."""
+    """One collection of a whole job; several nodes are joined."""
 
     processes: tuple[ProcessCapture, ...] = ()
     marks: tuple[RankMarks, ...] = ()
@@ -207,7 +205,7 @@ class ChildState:
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank is doing now. `where` is the user's line: "data.py:31 in load_batch"."""
+    """What one rank is doing. `where` is the user's line: "data.py:31 in load_batch"."""
 
     rank: int
     cause: str
@@ -215,8 +213,8 @@ class RankState:
     evidence: str
     children: tuple[ChildState, ...] = ()
     threads: int = 0
-    operation: str = ""  # the collective or library call waited in: "all_reduce"
-    thread: str = ""  # the thread that decided the cause, when it is not the main one
+    operation: str = ""  # the collective or library call in which it waits: "all_reduce"
+    thread: str = ""  # the thread that decided the cause, if it is not the main one
     stack: tuple[StackFrame, ...] = ()  # of the deciding thread, innermost first
     host: str = ""
     pid: int | None = None
@@ -226,14 +224,14 @@ class RankState:
 
     @property
     def command_works(self) -> bool:
-        """Whether it waits for a command that it started, a compiler, say, and that spends CPU time."""
+        """Whether it waits for a command, such as a compiler, that uses CPU time."""
         waits = self.cause in ("subprocess_wait", "child_process_wait")
         return waits and any(child.cause == "busy_python" for child in self.children)
 
 
 @dataclass(frozen=True)
 class StacksReport:
-    """The answer for a whole job. `hung` is None when no progress information allows telling."""
+    """The result for a whole job. `hung` is None if unknown."""
 
     hung: bool | None
     culprits: tuple[int, ...]
@@ -241,11 +239,11 @@ class StacksReport:
     ranks: dict[int, RankState] = field(default_factory=dict)
     reason: str = ""  # why `hung` is what it is
     notes: tuple[str, ...] = ()
-    ras: tuple[str, ...] = ()  # what NCCL RAS said, one sentence each
+    ras: tuple[str, ...] = ()  # reports of NCCL RAS, one sentence each
 
     @property
     def status(self) -> Literal["ok", "fault", "unclear"]:
-        """The report in the words of a diagnosis."""
+        """The status as in a Diagnosis."""
         if self.hung is None:
             return "unclear"
         return "fault" if self.hung else "ok"
@@ -262,16 +260,16 @@ _LIBRARY_PARTS = (
         "/src/allranks/",
         "/torchinductor_",
     ),
-    # of a torch that is built from source, or lies in another folder of the path
+    # torch built from source, or in another folder
     *(
         f"/torch/{part}"
         for part in ("nn/", "distributed/", "autograd/", "utils/", "optim/", "overrides.py", "_")
     ),
 )
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# They stand in for a user's script: in a drill or the demo their lines are what a user would want to read.
+# these count as a user's script, in a drill or the demo
 _STAND_INS = ("/allranks/drill/demo_train.py", "/allranks/drill/self_faults.py")
-# In py-spy's text only the tail of a path is left: these first words are libraries too.
+# py-spy's text contains only the end of a path, whose first part may be one of these libraries
 PACKAGES_TEXT = (
     "torch torchvision torchaudio numpy zmq uvloop transformers accelerate datasets deepspeed "
     "megatron vllm sglang ray lightning pytorch_lightning triton requests urllib3 httpx httpcore "
@@ -284,7 +282,7 @@ PACKAGES = frozenset(PACKAGES_TEXT.split())
 
 @lru_cache(maxsize=100_000)
 def is_user_file(file: str) -> bool:
-    """Whether a Python file is the user's own and not of the interpreter or an installed package."""
+    """Whether a Python file is the user's own, and not part of the interpreter or an installed package."""
     if file.endswith(_STAND_INS):
         return True
     if not file or file.startswith(_OURS) or any(part in file for part in _LIBRARY_PARTS):
@@ -310,40 +308,40 @@ class ProcessLink:
     end: str
     peer: str
     side: str = ""  # tcp: "client" or "server"; pipe: "read" or "write"
-    turn: str = ""  # "awaits" (we sent last), "owes" (the other end sent last), "" unknown
-    moved: bool = False  # bytes moved while we looked
-    # "gloo 23", "zmq 7": the library whose thread watches it, and in which set; "signals": writes to this pipe never block
+    turn: str = ""  # "awaits" (this end sent last), "owes" (the other end sent last), "" unknown
+    moved: bool = False  # data was transferred between the samples
+    # "gloo 23", "zmq 7": the library whose thread watches it, and its set of descriptors; "signals": writes never block
     owner: str = ""
-    volume: int = 0  # bytes so far, both ways
-    quiet_s: float | None = None  # since bytes went over it, either way
+    volume: int = 0  # bytes so far, both directions
+    quiet_s: float | None = None  # since the last transfer in either direction
 
 
 @dataclass(frozen=True)
 class WaitFor:
-    """What one thread waits for, as far as the thread itself tells."""
+    """What one thread waits for, from its stack and the kernel."""
 
     # idle (waits for its next work), work (is in code that waits for no other process), sleep, stopped, device, stdin, signal,
-    # lock, thread, event, queue, child, socket, answer, pipe, output (of a process that has ended), collective, rendezvous,
+    # lock, thread, event, queue, child, socket, answer, pipe, output (of a process that has exited), collective, rendezvous,
     # store, ray, file_lock, poll, open, connect
     kind: str
-    says: str = ""  # "waits for a lock": for people
+    says: str = ""  # the description for users: "waits for a lock"
     key: str = ""  # identity inside the process: address of the lock, queue, condition or thread
     lock: str = ""  # the lock's name in the source: "self.lock_kv"
     ends: tuple[str, ...] = ()  # own ends of the links that it waits on
     pids: tuple[int, ...] = ()  # processes of this node that it waits for
-    lost: str = ""  # the function that would end it ran beside others, and does not any more
+    lost: str = ""  # the function that would end the wait ran in another thread, but no longer runs
     path: str = ""  # the FIFO that it opens
     setters: tuple[str, ...] = ()  # functions of its file that would end the wait
     tids: tuple[int, ...] = ()  # threads of this process that it waits for
-    left_s: float | None = None  # a wait that ends by itself: after so many seconds
-    members: int = 0  # of the process group that it forms; 0 unknown
-    strong: bool = True  # False: a helper's wait, which tells little
+    left_s: float | None = None  # seconds until the wait ends by itself
+    members: int = 0  # of the process group that it creates; 0 unknown
+    strong: bool = True  # False: the wait of a helper thread, which is weak evidence
     operation: str = ""
 
 
 @dataclass(frozen=True)
 class ThreadLook:
-    """One thread, or one suspended task of an event loop (`task`), over the whole look."""
+    """One thread, or one suspended task of an event loop (`task`), over all samples."""
 
     tid: int
     name: str
@@ -351,18 +349,18 @@ class ThreadLook:
     frames: tuple[StackFrame, ...] = ()  # innermost first
     main: bool = False
     task: bool = False
-    moved: bool = False  # other lines, CPU time, or many context switches while we looked
-    busy: bool = False  # it ran most of the time
-    holds: tuple[str, ...] = ()  # locks that its frames stand inside of, by their names in the source
-    handles: bool = False  # it serves a request
-    thread_key: str = ""  # address of the Thread object that it runs
-    user: StackFrame | None = None  # the innermost line of the user's own code
-    caller: str = ""  # "reward.py:62", where other roles are at its line, too
-    later: tuple[str, ...] = ()  # FIFOs and joins that others wait for, and that its code still has ahead
+    moved: bool = False  # other lines, CPU time, or many context switches between the samples
+    busy: bool = False  # it was running most of the time
+    holds: tuple[str, ...] = ()  # names in the source of locks that it holds
+    handles: bool = False  # it handles a request
+    thread_key: str = ""  # address of its Thread object
+    user: StackFrame | None = None  # the innermost line of the user's code
+    caller: str = ""  # "reward.py:62", if other roles are at the same line
+    later: tuple[str, ...] = ()  # FIFOs and joins later in its code that other threads wait for
 
     @property
     def at(self) -> str:
-        """ "reward.py:41 in judge"; "" without a line of the user's own."""
+        """ "reward.py:41 in judge"; "" without a line of the user's code."""
         user = self.user
         called = f", called at {self.caller}" if self.caller else ""
         where = f"{user.file.rsplit('/', 1)[-1]}:{user.line}" if user else ""
@@ -373,16 +371,16 @@ class ThreadLook:
 class GroupCall:
     """The newest call of a process in one of its process groups, from its black box."""
 
-    key: str  # of the group: where its members meet, and its name
-    name: str  # of the group, for people
+    key: str  # of the group: address of its store, and its name
+    name: str  # of the group, for users
     op: str
     number: int  # in the group
-    open: bool  # it has begun and not ended
+    open: bool  # it has started, but not ended
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a job. `role` is for people ("rollout engine"), `number` tells those of one role apart."""
+    """One process of a job. `role` is for users ("rollout engine"); `number` distinguishes processes of one role."""
 
     pid: int
     ppid: int = 0
@@ -390,20 +388,20 @@ class Process:
     title: str = ""
     role: str = "process"
     number: int | None = None
-    group: str = ""  # of the ranks of a world: "actor"
+    group: str = ""  # name of the world of its rank: "actor"
     rank: int | None = None
     world: int | None = None
     threads: tuple[ThreadLook, ...] = ()
     links: tuple[ProcessLink, ...] = ()
     calls: tuple[GroupCall, ...] = ()  # of a recorded process
-    ticks: int = 0  # CPU time during the look, in clock ticks
-    switches: int = 0  # context switches of the main thread during the look
+    ticks: int = 0  # CPU time between the samples, in clock ticks
+    switches: int = 0  # context switches of the main thread between the samples
     alive: bool = True
-    ended: str = ""  # how a dead one ended, where that is known
-    started_s: float = 0.0  # since the machine started
+    ended: str = ""  # how it exited, if known
+    started_s: float = 0.0  # start time since boot
     read: bool = True  # its stacks could be read
     ours: bool = False  # a helper of allranks
-    system: bool = False  # belongs to the framework, not to the job: raylet, resource tracker
+    system: bool = False  # part of the framework and not of the job: raylet, resource tracker
     notes: tuple[str, ...] = ()
 
     @property
@@ -412,7 +410,7 @@ class Process:
 
     @property
     def does(self) -> tuple[str, str]:
-        """What it does, and at which line: as its thread that tells most."""
+        """(activity, line) of its most informative thread."""
         if not self.alive:
             return f"has ended {self.ended}".strip(), ""
         if not self.threads:
@@ -432,18 +430,18 @@ class Process:
 
 @dataclass(frozen=True)
 class RayTask:
-    """A call of Ray that has not ended, as Ray's state API tells."""
+    """A running or pending call of Ray, from Ray's state API."""
 
     name: str  # "Reward.score"
     caller: Where
-    worker: Where | None = None  # the process that runs it; None: it has none yet
+    worker: Where | None = None  # the process that runs it; None: not assigned yet
     state: str = ""
     needs: str = ""  # "64 CPU"
 
 
 @dataclass(frozen=True)
 class JobLook:
-    """A job as it was seen for `seconds`, on one node or joined from several."""
+    """Samples of a job over `seconds`, from one node or joined from several."""
 
     processes: tuple[Process, ...] = ()
     seconds: float = 0.0
@@ -453,7 +451,7 @@ class JobLook:
 
 @dataclass(frozen=True)
 class Guilty:
-    """A process that must move first, and where it is."""
+    """A process that must make progress first, and its position."""
 
     pid: int
     role: str
@@ -466,7 +464,7 @@ class Guilty:
 
 @dataclass(frozen=True)
 class ChainLink:
-    """Processes that wait alike, and for what."""
+    """Processes with the same wait."""
 
     role: str
     pids: tuple[int, ...]
@@ -476,12 +474,12 @@ class ChainLink:
 
 @dataclass(frozen=True)
 class ProcessFinding:
-    """The answer for a job of several processes."""
+    """The result for a job with several processes."""
 
     state: Literal["stuck", "moving", "unclear"]
     sentence: str
     guilty: tuple[Guilty, ...] = ()
-    chain: tuple[ChainLink, ...] = ()  # from the guilty one outwards
-    edges: tuple[tuple[Where, Where], ...] = ()  # which process waits for which
-    reason: str = ""  # what shows it, or what would decide it
+    chain: tuple[ChainLink, ...] = ()  # starting with the guilty process
+    edges: tuple[tuple[Where, Where], ...] = ()  # (waiting process, process that it waits for)
+    reason: str = ""  # the evidence, or the missing evidence
     notes: tuple[str, ...] = field(default=())

@@ -1,8 +1,8 @@
-"""A `RankTrace` in the form of PyTorch's Flight Recorder dump, version 2.10. Pure functions; no torch needed.
+"""Converts a `RankTrace` into a dump of PyTorch's Flight Recorder, version 2.10. Pure, no torch.
 
-`to_torch_dump` makes what torch's pickle holds, `to_torch_json` what its JSON holds (no frames, no None, status as
-text). torchfrtrace reads the pickle: group members are right (torch's own gloo dumps lack them), ops have the names it
-knows, backends their own, and a failed or timed-out call is "retired" without being "completed", as in torch.
+`to_torch_dump` returns the content of the pickle, `to_torch_json` the JSON (no frames, no None, status as text). torchfrtrace
+reads the pickle: ops have torch's names, group members are complete (also for gloo, where torch's dumps lack them), and a
+failed or timed-out call is retired, but not completed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def to_torch_dump(
     include_stack_traces: bool = True,
     include_collectives: bool = True,
 ) -> Dump:
-    """The trace as the dictionary that torch pickles; without collectives it has no "entries", as torch's."""
+    """The dictionary that torch pickles; without collectives it has no "entries", as in torch."""
     rows = trace.calls if include_completed else trace.calls[_active(trace.calls)]
     frames = _frames(trace) if include_stack_traces else None
     dump: Dump = {
@@ -53,12 +53,12 @@ def to_torch_dump(
 
 
 def to_torch_pickle(trace: RankTrace, **content: bool) -> bytes:
-    """The dump, of which `content` tells as in `to_torch_dump`, as torch writes it: pickle protocol 2 of plain values."""
+    """The dump as pickle (protocol 2, as in torch). `content`: the options of `to_torch_dump`."""
     return pickle.dumps(to_torch_dump(trace, **content), protocol=2)
 
 
 def to_torch_json(trace: RankTrace, **content: bool) -> str:
-    """The dump as torch's JSON: no frames, 0 for unknown times, status numbers as text."""
+    """The dump as torch's JSON: no frames, 0 for unknown times, numbers of pg_status as text."""
     dump = to_torch_dump(trace, **{**content, "include_stack_traces": False})
     if "entries" in dump:
         dump["entries"] = [
@@ -73,7 +73,7 @@ def to_torch_json(trace: RankTrace, **content: bool) -> str:
 
 
 def _active(rows: np.ndarray) -> np.ndarray:
-    """Calls that are not over: neither completed nor put away."""
+    """Mask of the calls that are neither completed nor retired."""
     mask: np.ndarray = (rows["state"] < State.COMPLETED) & (rows["flags"] & Flag.RETIRED == 0)
     return mask
 
@@ -92,7 +92,7 @@ def _group_status(trace: RankTrace, index: int) -> dict[str, int]:
 
 
 def _frames(trace: RankTrace) -> list[list[dict[str, object]]]:
-    """Every stack once: equal stacks share their frames, so that the pickle stays small, as torch's does."""
+    """The frames of every distinct stack; entries share them, which keeps the pickle small, as in torch."""
     return [
         [{"name": frame.name, "filename": frame.file, "line": frame.line} for frame in stack]
         for stack in trace.stacks
@@ -147,7 +147,7 @@ def profiling_name(group: Group, op: str, rank: int | None, peer: int) -> str:
 
 
 def _backend(group: Group) -> str:
-    """ "nccl2" of "nccl2" and of "cpu:gloo,cuda:nccl2", in which the device comes last; "c10d", as torch writes, when unknown."""
+    """ "nccl2" for "nccl2" and for "cpu:gloo,cuda:nccl2" (the device comes last); "c10d", as in torch, if unknown."""
     return group.backend.lower().split(",")[-1].rpartition(":")[2] or "c10d"
 
 
@@ -158,7 +158,7 @@ def _local(group: Group, rank: int) -> str:
 
 
 def _as_torch_writes(shapes: Shapes, op: str) -> Shapes:
-    """torch records both sides of a send or recv, and equal parts of a list as one tensor."""
+    """Shapes as in torch, which records both sides of a send or recv, and equal parts of a list as one tensor."""
     if op == "send":
         return Shapes(shapes.inputs, shapes.inputs, shapes.input_dtypes, shapes.input_dtypes)
     if op == "recv":

@@ -1,21 +1,20 @@
-"""One rank's recorded calls, in memory, whatever file they came from. Pure data; no process of its own.
+"""The recorded calls of one rank, independent of the file format. Pure data.
 
-`load` makes a `RankTrace` out of every kind of dump; `diagnose` and `report` read nothing else.
-Calls are columns of one numpy array (`CALL`), because 16,384 ranks x 2,000 calls must be matched in
-seconds. Everything of variable length (names, sizes, stacks) is interned once per file and referred
-to by index into the tuples of the trace; index 0 always means "unknown / none".
+`load` converts every kind of dump into a `RankTrace`; `diagnose` and `report` read nothing else. Calls are rows of one numpy
+array (`CALL`), because 16,384 ranks with 2,000 calls each must be compared in seconds. Names, sizes and stacks are interned;
+rows contain indices into the tuples of the trace. Index 0 means unknown or none.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, IntFlag
 
 import numpy as np
 
 
 class State(IntEnum):
-    """How far a call got. TIMED_OUT and FAILED are final but not completed."""
+    """The state of a call. TIMED_OUT and FAILED are final, but not completed."""
 
     SCHEDULED = 0
     STARTED = 1
@@ -25,19 +24,19 @@ class State(IntEnum):
 
 
 class Flag(IntFlag):
-    """Facts about a call that are true or false."""
+    """Boolean facts about a call."""
 
     P2P = 1  # send or recv
-    COALESCED_PART = 2  # inside a coalesced group; its own state says nothing
-    COALESCED_END = 4  # the entry that stands for a whole coalesced group
-    RETIRED = 8  # the library has put it away: finished, failed or timed out
-    CAPTURED = 16  # recorded under CUDA graph capture; completion is unknowable
-    STATE_UNKNOWN = 32  # the source cannot tell scheduled from completed (gloo's own recorder)
-    COMPLETION_UNRELIABLE = 64  # completed may have been set by an abort (NCCL after a peer died)
-    ENDED_UNSEEN = 128  # put away when it was issued: whether it ended is not recorded (torch's hook)
+    COALESCED_PART = 2  # inside a coalesced group; its state is meaningless
+    COALESCED_END = 4  # the entry that represents a whole coalesced group
+    RETIRED = 8  # removed from the library's list: finished, failed or timed out
+    CAPTURED = 16  # recorded during CUDA graph capture; completion cannot be known
+    STATE_UNKNOWN = 32  # the source does not distinguish scheduled from completed (gloo's recorder)
+    COMPLETION_UNRELIABLE = 64  # an abort may have set it to completed (NCCL after the death of a peer)
+    ENDED_UNSEEN = 128  # retired when it was issued, so its end is not recorded (torch's hook)
 
 
-#: One call. The on-disk record of a black box is exactly this row. Times are epoch nanoseconds, 0 = not yet.
+#: One call, as stored in a black box. Times are epoch nanoseconds, 0 = not yet.
 CALL = np.dtype(
     [
         ("begin", "<u8"),  # record id + 1, written first; 0 = empty slot
@@ -50,7 +49,7 @@ CALL = np.dtype(
         ("step", "<i8"),  # user's training step, -1 unknown
         ("in_numel", "<i8"),  # elements over all input tensors; -1 unknown
         ("out_numel", "<i8"),
-        ("timeout_ms", "<i4"),  # 0 unknown; longer ones are written as the longest, 24 days
+        ("timeout_ms", "<i4"),  # 0 unknown; at most 24 days
         ("tag", "<i4"),  # of a send or recv; -1 unknown, and for collectives
         ("group", "<u4"),  # index into RankTrace.groups
         ("op", "<u4"),  # index into RankTrace.names: "all_reduce", "send", ... (no backend prefix)
@@ -65,12 +64,12 @@ CALL = np.dtype(
         ("_pad", "u1"),
         ("flags", "<u2"),
         ("_pad2", "<u2"),
-        ("end", "<u8"),  # equals `begin` when the record is whole
+        ("end", "<u8"),  # equals `begin` if the record is whole
     ]
 )
 assert CALL.itemsize == 136
 
-#: Functions of torch.distributed that wait for other ranks and are no collectives; Progress tells of them.
+#: Functions of torch.distributed that wait for other ranks, but are not collectives; see Progress.
 SETUP_CALLS = ("init_process_group", "new_group", "destroy_process_group")
 
 REDUCE_OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum", "other")
@@ -87,15 +86,15 @@ class Frame:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group as one rank knows it."""
+    """A process group, as known to one rank."""
 
     name: str
     desc: str = ""
     ranks: tuple[int, ...] = ()  # global ranks in group order; () = unknown
     backend: str = ""  # "nccl", "gloo", ...
-    #: of a group that does not meet where the rank's world does, where it meets; its `ranks` count its own members
+    #: address of the store if it is not that of the rank's world; `ranks` then number the members from 0
     store: str = ""
-    own: int = -1  # the rank's number among them
+    own: int = -1  # the rank's index among those members
 
 
 @dataclass(frozen=True)
@@ -112,20 +111,20 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress mark: what the rank last said of itself. Times are epoch nanoseconds, 0 = never."""
+    """The progress of a rank, as last recorded. Times are epoch nanoseconds, 0 = never."""
 
     step: int = -1
     step_ns: int = 0
     calls_started: int = 0
     calls_completed: int = 0
-    phase: str = ""  # user's word: "train", "eval", "checkpoint"
-    expect_until_ns: int = 0  # silence is declared normal until then
-    #: "" while running or killed; "exit", "exception: ...", "signal 15" when it shut down by itself
+    phase: str = ""  # set by the user: "train", "eval", "checkpoint"
+    expect_until_ns: int = 0  # no progress is expected until then
+    #: "" while running or after a kill; "exit", "exception: ...", "signal 15" after a shutdown
     closed: str = ""
-    inside: str = ""  # the function that it has entered and not left: see SETUP_CALLS
-    inside_ns: int = 0  # when it entered or last left one of them; entered, where init_process_group failed
-    setups: int = -1  # how many of them it has finished; -1 unknown
-    #: `begin` of the first call that raised in the rank, and what: "ValueError: …"; (0, "") when none is known to have
+    inside: str = ""  # the function in SETUP_CALLS that the rank is in
+    inside_ns: int = 0  # when it entered or last left one; when it entered, if init_process_group failed
+    setups: int = -1  # finished calls of SETUP_CALLS; -1 unknown
+    #: `begin` of the first call that raised, and the error: "ValueError: …"; (0, "") if none
     first_error: tuple[int, str] = (0, "")
     members: tuple[int, ...] = ()  # of the group that it makes inside new_group; () all ranks, or unknown
     alone: bool = False  # only these members make it (use_local_synchronization)
@@ -133,17 +132,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a rank meets the others, and how many it expects there. "" and 0: unknown."""
+    """The rendezvous of a rank. "" and 0: unknown."""
 
     address: str = ""  # "host:port", or the path of a file
     world_size: int = 0
-    line: str = ""  # of the user's call of init_process_group, "train.py:12"
-    store: str = ""  # the address of a store that the program brings
+    line: str = ""  # the user's call of init_process_group, "train.py:12"
+    store: str = ""  # the address of a store passed by the program
 
 
 @dataclass(frozen=True)
 class World:
-    """Ranks of a job of several worlds that are a world of their own: numbers first … first + size - 1 of the job."""
+    """One of several worlds of a job: the job's ranks first … first + size - 1."""
 
     role: str  # "rollout"
     first: int
@@ -152,7 +151,7 @@ class World:
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """Who wrote the trace. Fields that a source does not know are None, '' or 0."""
+    """The writer of a trace. Unknown fields are None, "" or 0."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -161,21 +160,21 @@ class TraceHeader:
     job: str = ""
     attempt: int = 0
     start_ns: int = 0
-    written_ns: int = 0  # when the dump was taken; for a black box the last write
-    taken_ns: int = 0  # when a copy of a black box was made whose process still ran
+    written_ns: int = 0  # when the dump was taken; of a black box, the last write
+    taken_ns: int = 0  # when a black box was copied while its process was running
     backend: str = ""
     versions: tuple[tuple[str, str], ...] = ()  # ("torch", "2.13.0"), ("nccl", "2.28.9")
     dropped: int = 0  # records overwritten by the ring
-    rendezvous: Rendezvous = Rendezvous()  # as init_process_group was called; unknown before that
-    launched: Rendezvous = Rendezvous()  # as its environment said when recording started
-    role: str = ""  # what its process is called: "trainer"
-    worlds: tuple[World, ...] = ()  # of a job of several worlds; `rank` is the number in the job then
+    rendezvous: Rendezvous = Rendezvous()  # from the call of init_process_group
+    launched: Rendezvous = Rendezvous()  # from the environment when recording started
+    role: str = ""  # "trainer"
+    worlds: tuple[World, ...] = ()  # of a job with several worlds; `rank` is then the number in the job
     dated: bool = False  # `written_ns` is the modification time of the file, which may be a later copy
-    start_ticks: int = 0  # of its process: another process with its number has another
+    start_ticks: int = 0  # start time of the process, which distinguishes it from another one with its pid
 
     @property
     def name(self) -> str:
-        """ "rollout 1" in a job of several worlds, else "rank 1"."""
+        """ "rollout 1" in a job with several worlds, else "rank 1"."""
         number = -1 if self.rank is None else self.rank
         found = (w for w in self.worlds if w.first <= number < w.first + w.size)
         return next((f"{world.role} {number - world.first}" for world in found), f"rank {number}")
@@ -183,7 +182,7 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Everything known of one rank, from one file."""
+    """The content of one file of one rank."""
 
     header: TraceHeader
     calls: np.ndarray  # dtype CALL, in the order of record ids, only whole records
@@ -194,25 +193,27 @@ class RankTrace:
     progress: Progress = field(default_factory=Progress)
     path: str = ""
     kind: str = ""  # "black box 2", "torch pickle 2.10", "torch json 2.10", "torchcomms pickle 2.10"
-    notes: tuple[str, ...] = ()  # what was wrong with the file: each lowers confidence
+    notes: tuple[str, ...] = ()  # problems of the file; each lowers the confidence
     torn: int = 0  # records skipped because they were being written
-    last_completed: dict[str, int] = field(default_factory=dict)  # group name -> seq, from pg_status, if any
-    threads: dict[int, str] = field(default_factory=dict)  # native id -> name, of threads that made calls
-    destroyed: dict[int, int] = field(default_factory=dict)  # group -> when destroy_process_group was called
-    older: int = 0  # earlier calls that are in the file and were not read
+    last_completed: dict[str, int] = field(default_factory=dict)  # group name -> seq, from pg_status
+    threads: dict[int, str] = field(default_factory=dict)  # native id -> name, of threads with calls
+    destroyed: dict[int, int] = field(default_factory=dict)  # group -> time of destroy_process_group
+    older: int = 0  # earlier calls in the file that were not read
+    damaged: bool = False  # the file is incomplete or partly unreadable
+    rank_hint: int | None = None  # the rank in the names of its own sends and receives
 
     @property
     def is_box(self) -> bool:
-        """Whether it is a black box, which is read live."""
+        """Whether the source is a black box."""
         return self.kind.startswith("black box")
 
     @property
     def is_hook(self) -> bool:
-        """Whether torch's hook recorded it, which records backends without a recorder of their own."""
+        """Whether torch's hook recorded it, which is used for backends without their own recorder."""
         return self.kind.startswith("torch hook")
 
     def parts(self, index: int) -> np.ndarray:
-        """Indices of the calls inside the coalesced batch that ends with call `index`, in order; empty for others."""
+        """Indices of the calls in the coalesced batch that ends with call `index`, in order; empty for other calls."""
         calls, end = self.calls, self.calls[index]
         if not int(end["flags"]) & Flag.COALESCED_END:
             return np.zeros(0, np.int64)
@@ -226,43 +227,18 @@ class RankTrace:
         found: np.ndarray = np.flatnonzero(mine)
         return found
 
-
-@dataclass
-class Raw:
-    """One file's content before the shared tables are final and the rank is settled."""
-
-    header: TraceHeader
-    calls: np.ndarray
-    groups: tuple[Group, ...]
-    kind: str
-    progress: Progress = field(default_factory=Progress)
-    notes: tuple[str, ...] = ()
-    torn: int = 0
-    last_completed: dict[str, int] = field(default_factory=dict)
-    damaged: bool = False
-    threads: dict[int, str] = field(default_factory=dict)
-    destroyed: dict[int, int] = field(default_factory=dict)
-    older: int = 0
-    rank_hint: int | None = None  # the rank that its own sends and receives give away
-
-    @property
-    def is_box(self) -> bool:
-        return self.kind.startswith("black box")
-
-    def as_trace(
+    def with_tables(
         self,
         names: tuple[str, ...],
         shapes: tuple[Shapes, ...],
         stacks: tuple[tuple[Frame, ...], ...],
         path: str,
     ) -> RankTrace:
-        """The trace of this file, whose rows refer to these tables."""
-        rows = (self.header, self.calls, self.groups, names, shapes, stacks)
-        known = (self.progress, path, self.kind, self.notes, self.torn, self.last_completed)
-        return RankTrace(*rows, *known, self.threads, self.destroyed, self.older)
+        """This trace with the tables that its rows refer to."""
+        return replace(self, names=names, shapes=shapes, stacks=stacks, path=path)
 
     def last_event_ns(self) -> int:
-        """The latest time mentioned anywhere in the file, 0 when none."""
+        """The latest time in the file; 0 if there is none."""
         times = [self.header.start_ns, self.header.written_ns, self.progress.step_ns]
         if len(self.calls):
             times += [int(self.calls[name].max()) for name in ("created_ns", "started_ns", "completed_ns")]

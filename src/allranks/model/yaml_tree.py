@@ -1,8 +1,7 @@
-"""YAML text → plain values with the line and column of every key, or what is wrong in plain words. Pure: text in, tree out.
+"""Parses YAML into plain values with the line and column of every key. Pure.
 
-The scalar rules are those of YAML 1.2: `on`, `yes` and `12:30` are strings, `1e-4` is a number. Keys written
-twice are problems, not silently the last one. The parser stops at the first mistake, so every line is looked at for the two
-most usual ones (tabs, `key:value`), and all of them are reported at once.
+Scalars follow YAML 1.2: `on`, `yes` and `12:30` are strings, `1e-4` is a number. Duplicate keys are problems. The parser stops
+at the first mistake, so every line is also checked for the two most common ones (tabs and `key:value`).
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from allranks.model.parsing import hide_secrets, printable, without_secrets
 
 
 class ConfigProblem(str):
-    """A sentence that is also a place, without secrets: a str, so that lists of messages stay lists of messages.
+    """A message with its position, without secrets. A str, so that it can be used as a plain message.
 
-    `message` is the bare sentence; `path` is dotted ("elastic.min_nodes"); `line` and `column` count from 1
-    and are None when the configuration did not come from YAML text.
+    `message` is the text without position; `path` is dotted ("elastic.min_nodes"); `line` and `column` count from 1 and are
+    None if the configuration does not come from YAML text.
     """
 
     message: str
@@ -47,7 +46,7 @@ _NO_SPACE = re.compile(r"^(?P<indent>\s*(?:- +)?)(?P<key>[A-Za-z_][\w.-]*):(?P<v
 
 
 def explain(text: str, error: yaml.MarkedYAMLError | yaml.reader.ReaderError) -> list[ConfigProblem]:
-    """Every mistake found, first to last; at least one problem."""
+    """All mistakes in the text, at least one, in order."""
     found = {problem.line: problem for problem in _obvious_mistakes(text.splitlines())}
     if isinstance(error, yaml.reader.ReaderError):
         before = text[: error.position]
@@ -63,7 +62,7 @@ def explain(text: str, error: yaml.MarkedYAMLError | yaml.reader.ReaderError) ->
 
 
 def missing_space(text: str) -> str | None:
-    """The fix when `text` is a mapping whose colon lacks its space ("lr:1e-4"), else None."""
+    """The fix if `text` is a mapping without a space after the colon ("lr:1e-4"), else None."""
     match = _NO_SPACE.match(text.split("\n")[0].split(" ")[0])
     return _write_space(match) if match else None
 
@@ -77,7 +76,7 @@ def _obvious_mistakes(lines: list[str]) -> Iterator[ConfigProblem]:
     for number, line in enumerate(lines, 1):
         indent = line[: len(line) - len(line.lstrip())]
         if "\t" in indent and line.strip():
-            tab = "indented with a tab: YAML allows only spaces; replace each tab by two spaces"
+            tab = "indented with a tab, but YAML allows only spaces: replace each tab with two spaces"
             yield ConfigProblem(tab, mark=(number, indent.index("\t") + 1))
         elif match := _NO_SPACE.match(line):
             yield ConfigProblem(_write_space(match), mark=(number, match.start("value")))
@@ -85,26 +84,26 @@ def _obvious_mistakes(lines: list[str]) -> Iterator[ConfigProblem]:
 
 KeyPath = tuple[str | int, ...]
 _MAX_NODES = 50_000
-_TOO_DEEP = "values are nested too deeply to be read: a bracket that is never closed?"
+_TOO_DEEP = "values are nested too deeply: is a bracket not closed?"
 
 
 @dataclass
 class Tree:
-    """`values` is None when the text is not valid YAML; `marks` holds (line, column), from 1, of every path."""
+    """`values` is None if the text is not valid YAML; `marks` has (line, column), from 1, of every path."""
 
     values: object = None
     marks: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
     problems: list[ConfigProblem] = field(default_factory=list)
 
     def mark(self, path: KeyPath) -> tuple[int, int] | None:
-        """Where a path stands; a missing key is placed at its nearest written parent."""
+        """The position of a path; for a missing key, the position of its nearest parent."""
         while path and path not in self.marks:
             path = path[:-1]
         return self.marks.get(path)
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalar rules of YAML 1.2 (core schema), for so many values."""
+    """SafeLoader with the scalars of YAML 1.2 (core schema), limited to _MAX_NODES values."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
     count = 0
@@ -112,7 +111,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.count += 1
         if self.count > _MAX_NODES:
-            raise _TooMuch(f"more than {_MAX_NODES} values: no job has so many", self.line + 1)
+            raise _TooMuch(f"more than {_MAX_NODES} values", self.line + 1)
         return super().compose_node(parent, index)
 
 
@@ -121,7 +120,7 @@ class _TooMuch(ValueError):
 
 
 _FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-#: (tag, what a scalar of it looks like, what it may begin with); the first one that fits counts
+#: (tag, pattern of its scalars, their first characters); the first match counts
 for _tag, _pattern, _begins in (
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+", list("-+0123456789")),
@@ -133,7 +132,7 @@ for _tag, _pattern, _begins in (
 
 
 def read_tree(text: str) -> Tree:
-    """Parses YAML; what cannot be parsed becomes problems in plain words."""
+    """Parses YAML; mistakes become problems."""
     tree = Tree()
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -153,7 +152,7 @@ def read_tree(text: str) -> Tree:
 
 
 def read_yaml(text: str) -> object:
-    """Plain data; ValueError for text that is not valid YAML, with every mistake and its line."""
+    """Plain data; ValueError with all mistakes if the text is not valid YAML."""
     tree = read_tree(text)
     if tree.problems:
         raise ValueError("; ".join(tree.problems))
@@ -166,7 +165,7 @@ def _mark(node: yaml.Node) -> tuple[int, int]:
 
 @dataclass
 class _Reader:
-    """Walks a composed document; `count` bounds what aliases may expand to."""
+    """Walks a composed document; `count` limits the expansion of aliases."""
 
     tree: Tree
     count: int = 0
@@ -175,7 +174,7 @@ class _Reader:
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         self.count += 1
         if self.count > _MAX_NODES:
-            raise ValueError(f"the file expands to more than {_MAX_NODES} values: aliases that multiply?")
+            raise ValueError(f"aliases expand the file to more than {_MAX_NODES} values")
         if id(node) in self.open:
             raise ValueError(f"line {_mark(node)[0]}: an alias contains itself")
         self.open.add(id(node))
@@ -224,5 +223,5 @@ def _scalar(node: yaml.Node) -> Any:
 
 
 def dotted(path: KeyPath) -> str:
-    """How a path is written in messages."""
+    """A path as shown in messages."""
     return ".".join(str(part) for part in path)

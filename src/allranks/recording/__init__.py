@@ -1,12 +1,12 @@
-"""The black box of a rank: records every collective into a file that outlives the process.
+"""Records every collective of a rank into a file (black box) that survives the process.
 
     import allranks
-    allranks.record()               # before the first process group is made; that is all
-    allranks.step(n)                # once per training step: the progress mark
+    allranks.record()               # before the first process group is created
+    allranks.step(n)                # progress mark, once per training step
     with allranks.expect("checkpoint", up_to_s=300): ...
 
-Runs in the rank. Importing does nothing and needs no torch. `python -m allranks.recording train.py` records a script
-that knows nothing of us.
+Runs in the rank. Importing this package has no side effects and does not need torch. `python -m allranks.recording train.py`
+records an unchanged script.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def record(
     stack_depth: int | None = None,
     **more: object,
 ) -> Recorder:
-    """Starts this process's recorder, or returns the one that runs. `more` are the other fields of RecorderOptions.
+    """Starts this process's recorder, or returns the running one. `more` are the other fields of RecorderOptions.
 
-    Never stops a training: a full disk or an unwritable folder is one warning and recording is off; a setting that makes
-    no sense is one warning and its default is used.
-    `ALLRANKS_RECORD=0` turns it off; `ALLRANKS_RECORD=auto` (`allranks record`) starts it without a call.
+    Does not raise: with a full disk or an unwritable folder it warns and records nothing; for an invalid setting it warns
+    and uses the default. `ALLRANKS_RECORD=0` turns it off; `ALLRANKS_RECORD=auto` (`allranks record`) starts it without a
+    call.
     """
     global _current
     if _current is not None and _current.active:
@@ -72,7 +72,7 @@ def record(
 
 
 def _imported_by_spawn() -> bool:
-    """Whether we are at the top of a script that a spawned child (a DataLoader worker) imports a second time."""
+    """Whether a spawned child, such as a DataLoader worker, is importing the main script."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
@@ -82,7 +82,7 @@ def _imported_by_spawn() -> bool:
 
 
 def current() -> Recorder | None:
-    """The recorder of this process, if one runs."""
+    """The running recorder of this process, or None."""
     return _current if _current is not None and _current.active_process else None
 
 
@@ -94,43 +94,42 @@ def step(
     tokens: float | None = None,
     flops: float | None = None,
 ) -> None:
-    """The progress mark: training step `number` begins now. Nothing happens when nothing is recorded.
+    """Marks the start of training step `number`. Does nothing without a recorder.
 
-    `loss`, a number and not a tensor on a GPU, is drawn on the page of the job. `tokens` and `flops` are this rank's part of the
-    step: the job shows tokens per second, and its MFU where the peak of its GPUs is known. Marks of one step are added up.
+    `loss` (a number, not a GPU tensor) is plotted on the job's page. `tokens` and `flops` are this rank's part of the step;
+    from them the page shows tokens per second, and the MFU if the peak of the GPUs is known. Marks of one step are summed.
     """
     if _current is not None:
         _current.step(number, label, loss, tokens, flops)
 
 
 def phase(name: str) -> None:
-    """Names what the program does from now on ("rollout", "reward"); "" for nothing. Nothing happens when nothing is
-    recorded."""
+    """Sets the name of the current phase ("rollout", "reward"); "" for none. Does nothing without a recorder."""
     if _current is not None:
         _current.phase(name)
 
 
 @contextlib.contextmanager
 def expect(phase: str, up_to_s: float) -> Iterator[None]:
-    """Declares a silence: this block may take `up_to_s` seconds without being taken for a hang."""
+    """Declares that this block may take `up_to_s` seconds without progress, which is then not a hang."""
     with _current.expect(phase, up_to_s) if _current is not None else contextlib.nullcontext():
         yield
 
 
 def announce(phase: str, up_to_s: float) -> None:
-    """Declares a silence that ends with the program, or after `up_to_s` seconds."""
+    """As `expect`, until the program exits or `up_to_s` seconds have passed."""
     if _current is not None:
         _current.announce(phase, up_to_s)
 
 
 def given_up(works: Iterable[object], error: Exception) -> None:
-    """The group of these works is about to be aborted. Before it is: their calls are looked at now, and not again."""
+    """Records the state of the calls of these works. Call it before their group is aborted."""
     if _current is not None:
         _current.given_up(works, error)
 
 
 def __getattr__(name: str) -> object:
-    """Heavier names are imported when they are first asked for."""
+    """Imports heavier names on first use."""
     homes = {"Recorder": "recorder", "RecorderOptions": "options", "FlightRecorderHook": "comm_hook"}
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,10 @@
-"""`python -m allranks.recording train.py ARGS…`: records a script that knows nothing of us. Also for torchrun:
+"""`python -m allranks.recording train.py ARGS…`: records an unchanged script. Also for torchrun:
 
     torchrun --nproc-per-node 8 -m allranks.recording train.py --lr 1e-4
     torchrun --nproc-per-node 8 -m allranks.recording -m mypackage.train
     deepspeed --num_gpus 8 --module allranks.recording train.py
 
-Runs in the rank. The script sees the argv and `__main__` that it would have seen by itself.
+Runs in the rank. The script gets the same argv and `__main__` as without the recorder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from allranks.recording.recorder import Recorder
 
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-SAME_ERROR_S = 30.0  # what ranks raise within this time is one error
+SAME_ERROR_S = 30.0  # equal errors of ranks within this time are one error
 USAGE = (
     "usage: python -m allranks.recording SCRIPT [ARGS…]  |  python -m allranks.recording -m MODULE [ARGS…]"
 )
@@ -51,17 +51,14 @@ def main() -> None:
     recorder = _start()
     try:
         _run(words)
-    except (
-        SystemExit,
-        KeyboardInterrupt,
-    ) as error:  # no hook of Python sees it, or the agent's entry catches it
+    except (SystemExit, KeyboardInterrupt) as error:  # sys.excepthook does not see these
         if recorder is not None:
             recorder.note_exit(error)
         raise
 
 
 def _run(words: list[str]) -> None:
-    """As Python itself: in a module that stays `__main__` (exit handlers pickle its classes), with an absolute `__file__`."""
+    """Runs the script as Python does: as `__main__` (exit handlers pickle its classes), with an absolute `__file__`."""
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     sys.argv, path = words, os.path.abspath(words[0])
@@ -83,7 +80,7 @@ def _run(words: list[str]) -> None:
 
 
 def _lead_path(folder: str, safe: bool = False) -> None:
-    """Puts `folder` where Python has put ours; with -P or $PYTHONSAFEPATH there is none, unless it is `safe`."""
+    """Replaces our folder at the start of sys.path; with -P or $PYTHONSAFEPATH only a `safe` folder is added."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
     elif safe:
@@ -96,23 +93,23 @@ def _show(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """An error of the script without the frames that started it: those of runpy and of this package."""
+    """Shows an error of the script without the frames of runpy and of this package."""
     theirs = trace
     while theirs is not None and _starts_scripts(theirs.tb_frame.f_code.co_filename):
         theirs = theirs.tb_next
-    # of a script that cannot be compiled no frame is left
+    # a script that cannot be compiled has no frames
     if theirs is not None or issubclass(kind, SyntaxError):
         trace = theirs
     first = _raised_before(kind, error, trace)
     if first:
-        words = f"{kind.__name__}: {error}".split("\n")[0]
-        print(f"the same error as rank {first}, whose output has the traceback: {words}", file=sys.stderr)
+        text = f"{kind.__name__}: {error}".split("\n")[0]
+        print(f"the same error as rank {first}, whose output has the traceback: {text}", file=sys.stderr)
     else:
         show(kind, error.with_traceback(trace), trace)
 
 
 def _raised_before(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
-    """The rank of this node that raised the same a moment ago; "" for the first one, and where nothing can be told."""
+    """The rank of this node that raised the same error a moment ago; "" if there is none, or it is unknown."""
     folder, rank = os.environ.get("ALLRANKS_DIR"), os.environ.get("RANK", "")
     if not folder or not rank.isdigit() or os.environ.get("LOCAL_WORLD_SIZE") == "1":
         return ""
@@ -121,7 +118,7 @@ def _raised_before(kind: type[BaseException], error: BaseException, trace: Trace
     path = os.path.join(folder, f"raised.{place}")
     try:
         if time.time() - os.stat(path).st_mtime > SAME_ERROR_S:
-            os.unlink(path)  # of an earlier attempt
+            os.unlink(path)  # from an earlier attempt
     except OSError:
         pass
     try:
@@ -140,7 +137,7 @@ def _starts_scripts(file: str) -> bool:
 
 
 def _start() -> Recorder | None:
-    """The recorder; None where it cannot even be loaded: the script runs all the same."""
+    """Starts the recorder; None if it cannot be loaded."""
     try:
         return allranks.recording.record(late=True)
     except Exception as error:
@@ -149,7 +146,7 @@ def _start() -> Recorder | None:
 
 
 def _script_first(words: list[str]) -> list[str]:
-    """DeepSpeed and torch.distributed.launch put `--local_rank=N` before all other words: it is the script's."""
+    """Moves `--local_rank=N`, which DeepSpeed and torch.distributed.launch put first, behind the script."""
     own = [word for word in words[:1] if re.fullmatch(r"--local[-_]rank=\d+", word)]
     rest = words[len(own) :]
     script = 2 if rest[:1] == ["-m"] else 1

@@ -1,16 +1,16 @@
-/* The hot path of the recorder in C: follows every call from its beginning to its end, and finds stacks. Plain CPython API,
+/* The hot path of the recorder in C: follows every call until it completes, and looks up stacks. Plain CPython API,
  * no torch.
  *
  * Counters numbers the calls of one process group.
  * Ring   fills a row in ascending order, `begin` first and `end` last, with release fences in between, so that a reader in
  *        another process never takes a half-written row for whole, on any CPU.
  * Stacks looks a stack up by its code objects and instructions.
- * Markers puts CUDA events behind calls that leave no Work, and asks which of them the device has passed.
- * Method stands in for a method of ProcessGroup or Work. It reads a call in its most frequent form by itself, and asks
- *        Python to read any other form. It holds the GIL throughout, except inside torch.
+ * Markers records CUDA events after calls without a Work, and queries which of them the device has passed.
+ * Method replaces a method of ProcessGroup or Work. It reads a call in its most frequent form, and calls Python for any
+ *        other form. It holds the GIL, except inside torch.
  *
- * Other threads and processes run between two calls and leave the caches cold: what counts here is how few cache
- * lines a call touches, not how few instructions it takes.
+ * Other threads and processes run between two calls and leave the caches cold, so the number of cache lines that a call
+ * touches matters more than the number of instructions.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -110,7 +110,7 @@ static void forget_mapped(char *start) {
             mapped[i].start = NULL;
 }
 
-/* For distances: the other clock is only a label, and jumps when somebody sets it. */
+/* For intervals: the wall clock jumps when it is set. */
 static int64_t ticking_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
@@ -120,7 +120,7 @@ static int64_t ticking_ns(void) {
 static PyTypeObject *ring_type, *stacks_type, *counters_type, *markers_type, *recording_type;
 static PyObject *no_parts; /* () */
 static PyObject *str_shape, *str_dtype, *str_is_cpu, *str_is_completed, *str_opts;
-static int rings; /* made so far: a forked child that records makes its own, and asks again who it is */
+static int rings; /* created so far: a forked child that records creates its own, and reads its thread id again */
 static _Thread_local uint32_t thread_id;
 static _Thread_local int thread_asked;
 
@@ -134,10 +134,10 @@ typedef struct {
     PyObject_HEAD
     long long number, seq, p2p_seq, op_id, timeout_ms;
     char blocking;
-    long long batch_seq, batch_p2p; /* numbers of the open batch; 0: not drawn yet */
+    long long batch_seq, batch_p2p; /* numbers of the open batch; 0: not assigned yet */
     PyObject *parts; /* list: numbers of the calls in the open batch; NULL: none is open */
     PyObject *ranks; /* tuple: global ranks in group order */
-    PyObject *cpu_side; /* Counters that stand for calls on CPU tensors when these have a backend of their own, or None */
+    PyObject *cpu_side; /* Counters for calls on CPU tensors if these have their own backend, or None */
 } Counters;
 
 static int Counters_init(Counters *self, PyObject *args, PyObject *kwargs) {
@@ -162,7 +162,7 @@ static void Counters_dealloc(Counters *self) {
     Py_DECREF(type);
 }
 
-/* Draws the numbers of the next call. Calls of one batch share one p2p and one collective number. */
+/* Assigns the numbers of the next call. Calls of one batch share one p2p and one collective number. */
 static void draw_numbers(Counters *self, int p2p, Call *call) {
     call->op_id = ++self->op_id;
     call->flags = p2p ? P2P : 0;
@@ -187,7 +187,7 @@ static void add_part(Counters *self, uint64_t begin) {
     Py_XDECREF(number);
 }
 
-/* The calls from now on are parts of one batch. */
+/* Starts a batch: the following calls are its parts. */
 static int open_batch(Counters *self) {
     PyObject *parts = PyList_New(0);
     if (!parts)
@@ -197,7 +197,7 @@ static int open_batch(Counters *self) {
     return 0;
 }
 
-/* Draws the numbers of the open batch and ends it; returns a tuple of its calls' numbers, NULL with an exception. */
+/* Assigns the numbers of the open batch and ends it; returns a tuple of its calls' numbers, or NULL with an exception. */
 static PyObject *close_batch(Counters *self, Call *call) {
     PyObject *list = self->parts; /* a new tuple may run finalizers, and other threads with them */
     self->parts = NULL;
@@ -232,7 +232,7 @@ static PyType_Spec Counters_spec = {
 
 /* ---- Ring ---------------------------------------------------------------------------------------------------- */
 
-/* A call under way: its work, the counters of its group, the numbers of the calls that end with it, and its own. */
+/* A pending call: its work, the counters of its group, the numbers of the calls that end with it, and its own. */
 typedef struct {
     PyObject *work, *group, *parts; /* NULL: none */
     uint64_t begin;
@@ -248,16 +248,16 @@ typedef struct {
     PyObject_HEAD
     Py_buffer view;
     uint64_t capacity, next, done;
-    int64_t swept_ns; /* when the calls under way were last looked at */
-    Entry last; /* the call made last, while nobody else has asked for it: most are waited for at once and need no dict entry */
+    int64_t swept_ns; /* time of the last sweep of pending calls */
+    Entry last; /* the last call: most are waited for immediately and need no dict entry */
     long long step;
     unsigned long label;
     int next_field, calls_field, last_field, done_field; /* indices of eight-byte header fields */
-    int capturing; /* CUDA graphs that are being captured: no event may be recorded or asked */
-    PyObject *on_thread; /* called with the id of a thread at its first call; NULL or None: nobody wants to know */
+    int capturing; /* CUDA graphs being captured: no event may be recorded or queried */
+    PyObject *on_thread; /* called with the id of a thread at its first call; may be NULL or None */
 } Ring;
 
-/* Asked before a call draws its numbers: the answer to a new thread runs Python code, and other threads with it. */
+/* Called before a call gets its numbers: for a new thread it runs Python code, and other threads may run meanwhile. */
 static uint32_t native_thread(Ring *self) {
     if (thread_asked != rings) {
         thread_asked = rings;
@@ -327,7 +327,7 @@ static void set_field(Ring *self, int index, int64_t value) {
     atomic_store_explicit((_Atomic int64_t *)self->view.buf + index, value, memory_order_relaxed);
 }
 
-/* The number of the call; 0 when the ring was closed meanwhile. */
+/* The number of the call; 0 if the ring was closed meanwhile. */
 static uint64_t write_row(Ring *self, const Call *call) {
     uint32_t thread = native_thread(self);
     if (!self->view.obj)
@@ -369,7 +369,7 @@ static uint64_t write_row(Ring *self, const Call *call) {
     return begin;
 }
 
-/* Draws the numbers of a call of a group and writes its row. */
+/* Assigns the numbers of a call and writes its row. */
 static uint64_t begin_call(Ring *self, Counters *group, int p2p, Call *call) {
     native_thread(self);
     call->group = group->number;
@@ -420,7 +420,7 @@ static void mark_finished(Ring *self, uint64_t begin, int state, int counts) {
         set_field(self, self->done_field, (int64_t)++self->done);
 }
 
-/* started(begin): the library has taken the call. */
+/* started(begin): the library has accepted the call. */
 static PyObject *Ring_started(Ring *self, PyObject *argument) {
     uint64_t begin = PyLong_AsUnsignedLongLong(argument);
     if (PyErr_Occurred())
@@ -432,12 +432,11 @@ static PyObject *Ring_started(Ring *self, PyObject *argument) {
 
 static void finish_with_parts(Ring *ring, uint64_t begin, PyObject *parts, int state) {
     mark_finished(ring, begin, state, 1);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(parts); i++) /* are not counted by themselves */
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(parts); i++) /* parts are not counted separately */
         mark_finished(ring, PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(parts, i)), state, 0);
 }
 
-/* finish(begin, state, parts): the call is over, and those that end with it; a row is left alone when the ring has given
- * its slot away. */
+/* finish(begin, state, parts): the call and its parts have ended. Does nothing for a row that was overwritten. */
 static PyObject *Ring_finish(Ring *self, PyObject *args) {
     unsigned long long begin;
     int state;
@@ -458,8 +457,7 @@ static PyObject *Ring_set_step(Ring *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Puts a call among the others that are under way, as (work, number, group, parts) under the identity of the work; takes the
- * entry. */
+/* Adds a call to `pending`, as (work, number, group, parts) by the id of the work; consumes the entry. */
 static void keep(PyObject *pending, Entry entry) {
     PyObject *key = PyLong_FromVoidPtr(entry.work), *number = PyLong_FromUnsignedLongLong(entry.begin);
     PyObject *kept = key && number ? PyTuple_Pack(4, entry.work, number, entry.group, entry.parts) : NULL;
@@ -471,7 +469,7 @@ static void keep(PyObject *pending, Entry entry) {
     drop_entry(entry);
 }
 
-/* The same for the call made last. */
+/* The same for the last call. */
 static void hand_over(Ring *self, PyObject *pending) {
     Entry last = self->last;
     self->last = (Entry){NULL, NULL, NULL, 0};
@@ -522,9 +520,9 @@ static PyType_Spec Ring_spec = {"allranks.recording._fast.Ring", sizeof(Ring), 0
 
 /* ---- Frames -------------------------------------------------------------------------------------------------- */
 
-/* Python makes frame objects only when somebody asks for them. Where the layout of its inner frames is known they are
- * read in place: nothing is allocated, and one cache line is touched per frame instead of four. Other versions take
- * the public way, which owns a reference to the frame that it stands on. */
+/* Python creates frame objects only on request. If the layout of its internal frames is known, they are read in place,
+ * which allocates nothing and touches one cache line per frame instead of four. Other versions use the public API, which
+ * holds a reference to the current frame. */
 #ifdef FRAMES_IN_PLACE
 
 typedef struct _PyInterpreterFrame *Frame;
@@ -585,7 +583,7 @@ static Frame outer(Frame frame) {
 
 static PyCodeObject *code_of(Frame frame) {
     PyCodeObject *code = PyFrame_GetCode(frame);
-    Py_DECREF(code); /* the frame keeps it */
+    Py_DECREF(code); /* the frame holds a reference */
     return code;
 }
 
@@ -602,11 +600,11 @@ static uint64_t place_in(Frame frame) {
 /* ---- Stacks -------------------------------------------------------------------------------------------------- */
 
 enum { MAX_WALK = 256, LIBRARY_FRAMES = 3, MAX_CODES = 8192 };
-/* LIBRARY_FRAMES: innermost library frames kept: they say which feature made the call */
+/* LIBRARY_FRAMES: innermost library frames kept, which show the feature that made the call */
 enum { PLUMBING, LIBRARY, USER, THREAD_START };
 
-/* One hash table serves both: code objects with their kind, and stacks with their id. It starts small, so that the
- * few stacks of a training loop share a few cache lines, and is never more than half full. */
+/* A hash table for code objects with their kind, and for stacks with their id. It starts small, so that the stacks of a
+ * training loop share a few cache lines, and is at most half full. */
 typedef struct {
     uint64_t key; /* 0: empty */
     long value;
@@ -645,10 +643,10 @@ static int table_put(Table *table, uint64_t key, long value) {
 typedef struct {
     PyObject_HEAD
     PyObject *plumbing_starts, *plumbing_ends, *library_starts, *library_parts; /* tuples of str in file names */
-    PyThreadState *main; /* whose stack is taken for a call that C++ makes on a thread of its own; may be NULL */
+    PyThreadState *main; /* used for the stack of a call on a thread of C++; may be NULL */
     int depth;
-    Table kinds;  /* address of a code object, which is kept alive -> its kind */
-    Table stacks; /* hash of a stack -> its id */
+    Table kinds;  /* address of a code object, which is kept alive -> kind */
+    Table stacks; /* hash of a stack -> id */
 } Stacks;
 
 static PyThreadState *thread_called(unsigned long ident) {
@@ -676,7 +674,7 @@ static int Stacks_init(Stacks *self, PyObject *args, PyObject *kwargs) {
     self->library_parts = Py_NewRef(parts);
     self->main = thread_called(ident);
     self->depth = depth;
-    if (table_put(&self->kinds, 1, PLUMBING) < 0 || table_put(&self->stacks, 1, 0) < 0) { /* makes room */
+    if (table_put(&self->kinds, 1, PLUMBING) < 0 || table_put(&self->stacks, 1, 0) < 0) { /* allocates */
         PyErr_NoMemory();
         return -1;
     }
@@ -713,8 +711,8 @@ static int contains(PyObject *name, PyObject *parts) {
     return 0;
 }
 
-/* The kind of a code object, worked out once. Runs no Python code, so that no other thread moves meanwhile.
- * A full table leaves out what is new. */
+/* The kind of a code object, computed once. Runs no Python code, so that no other thread runs meanwhile. A full table
+ * ignores new entries. */
 static long kind_of(Stacks *self, PyCodeObject *code) {
     Slot *slot = slot_of(&self->kinds, (uint64_t)(uintptr_t)code);
     if (slot->key)
@@ -739,9 +737,9 @@ static uint64_t mixed(uint64_t hash, uint64_t word) {
 
 typedef struct {
     uint64_t hash;
-    int left, library, users; /* frames that may still be kept, library frames among them; user frames seen */
-    int from_python;          /* the thread was started by Python's threading: what it does is its own affair */
-    PyObject *kept;           /* list that gets (code object, line) of them; NULL: only the hash is wanted */
+    int left, library, users; /* frames that may still be kept, of these library frames; user frames seen */
+    int from_python;          /* the thread was started by Python's threading, so the main thread is not its caller */
+    PyObject *kept;           /* list for (code object, line) of the kept frames; NULL: compute only the hash */
 } Walk;
 
 static void add_frame(PyObject *kept, PyCodeObject *code, int line) {
@@ -769,9 +767,9 @@ static void walk(Stacks *self, Frame frame, Walk *seen) {
     drop(frame);
 }
 
-/* A hash of the frames that are kept of the stack that starts here, by code object and instruction; 0 when none is.
- * On a thread that C++ made (autograd's) the user's line is in the main thread, which waits in backward(): its frames
- * follow. 64 bits are taken for the stack itself: two of 20,000 stacks share one with a probability of 1e-11. */
+/* A hash of the kept frames of the stack that starts here, by code object and instruction; 0 if there are none. On a thread
+ * of C++ (autograd's) the user's line is in the main thread, which waits in backward(): its frames are appended. The hash
+ * identifies the stack: the probability of a collision among 20,000 stacks is 1e-11. */
 static uint64_t key_of(Stacks *self, Frame frame, PyObject *kept) {
     Walk seen = {.left = self->depth, .library = LIBRARY_FRAMES, .kept = kept};
     walk(self, frame, &seen);
@@ -785,15 +783,15 @@ static long id_of(Stacks *self, uint64_t key) {
     return !slot ? 0 : slot->key ? slot->value : -1;
 }
 
-/* The id of the stack of this call; 0 when there is none, -1 when it is new. */
+/* The id of the stack of this call; 0 without a stack, -1 if it is new. */
 static long find_stack(Stacks *self) { return id_of(self, key_of(self, innermost(PyThreadState_Get()), NULL)); }
 
-/* capture(frame) -> id; 0 without frames of interest, -1 when this stack is new. */
+/* capture(frame) -> id; 0 without kept frames, -1 if the stack is new. */
 static PyObject *Stacks_capture(Stacks *self, PyObject *frame) {
     return PyLong_FromLong(PyFrame_Check(frame) ? id_of(self, key_of(self, frame_of(frame), NULL)) : 0);
 }
 
-/* frames(frame) -> [(code object, line), ...] of what is kept of the stack that starts here, innermost first. */
+/* frames(frame) -> [(code object, line), ...] of the kept frames, innermost first. */
 static PyObject *Stacks_frames(Stacks *self, PyObject *frame) {
     PyObject *kept = PyList_New(0);
     if (kept && PyFrame_Check(frame))
@@ -801,7 +799,7 @@ static PyObject *Stacks_frames(Stacks *self, PyObject *frame) {
     return kept;
 }
 
-/* remember(frame, id): the stack that starts here has this id. */
+/* remember(frame, id): sets the id of the stack that starts here. */
 static PyObject *Stacks_remember(Stacks *self, PyObject *args) {
     PyObject *frame;
     long id;
@@ -832,15 +830,15 @@ static PyType_Spec Stacks_spec = {"allranks.recording._fast.Stacks", sizeof(Stac
 
 /* ---- Markers ------------------------------------------------------------------------------------------------- */
 
-/* A call of NCCL that gives out no Work, or whose Work was waited for, is over when the device has passed an event
- * behind it. Events are recorded and asked through CUDA's driver, whose functions keep no "last error" that torch
- * could find. The GIL is released around them: they wait while a thread that loads a kernel holds the context. */
+/* A call of NCCL without a Work, or whose Work was waited for, has completed when the device has passed an event after it.
+ * Events use the CUDA driver, whose functions do not set a "last error" that torch could see. They release the GIL, because
+ * they block while a thread that loads a kernel holds the context. */
 enum { MAX_DEVICES = 64, MAX_MARKS = 1 << 15, NO_TIMING = 2, NOT_READY = 600, ASKED_AT_ONCE = 128 };
 
 static struct {
     void **events;
     int count, room;
-} spare[MAX_DEVICES]; /* events that mark nothing; kept for the life of the process, since they are dear */
+} spare[MAX_DEVICES]; /* unused events; kept, because creating them is expensive */
 
 typedef struct {
     void *event;
@@ -852,7 +850,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Ring *ring;
-    PyObject *in_use, *device, *stream; /* torch: is CUDA initialised, the current device, its current stream */
+    PyObject *in_use, *device, *stream; /* torch's functions: is CUDA initialized, current device, current stream */
     int (*create)(void **, unsigned), (*record)(void *, void *), (*query)(void *), (*capturing)(void *, int *);
     Mark *marks;
     int count, room, asking, marking;
@@ -904,7 +902,7 @@ static void Markers_dealloc(Markers *self) {
     Py_DECREF(type);
 }
 
-/* The current device and the address of its current stream; 0 with no exception left when there is none. */
+/* The current device and the address of its current stream; 0, without an exception, if there is none. */
 static int current_stream(Markers *self, int *device, void **stream) {
     if (!self->ready) {
         PyObject *answer = PyObject_CallNoArgs(self->in_use);
@@ -935,8 +933,8 @@ static int room_for_mark(Markers *self) {
     return 1;
 }
 
-/* Puts an event behind what is queued on the current stream; the calls `begin` and `parts` are over when the device has
- * passed it. 0: not possible, a graph is being captured, or there is no device whose events we know how to use. */
+/* Records an event on the current stream; the calls `begin` and `parts` have ended when the device has passed it. 0 if a
+ * graph is being captured, or there is no usable device. */
 static int mark_device(Markers *self, uint64_t begin, PyObject *parts) {
     void *stream, *event = NULL;
     int device, status = 0, failed;
@@ -965,8 +963,8 @@ static void end_marked(Markers *self, Mark *mark, int state) {
         finish_with_parts(self->ring, mark->begin, mark->parts, state);
 }
 
-/* Asks `count` marks from the one at `at` on, and notes what has ended; returns how many are still there. A short look
- * stops at the first that the device has not passed. */
+/* Queries `count` marks from index `at` on, and records the ends; returns how many are left. A short query stops at the
+ * first event that the device has not passed. */
 static int ask_marks(Markers *self, int at, int count, int whole) {
     void *events[ASKED_AT_ONCE];
     int answers[ASKED_AT_ONCE], asked = 0, left = 0;
@@ -979,7 +977,7 @@ static int ask_marks(Markers *self, int at, int count, int whole) {
             break;
     }
     Py_END_ALLOW_THREADS
-    Mark *marks = self->marks + at; /* may have moved; others only add at the end */
+    Mark *marks = self->marks + at; /* may have been reallocated; other threads only append */
     PyObject *dropped[ASKED_AT_ONCE];
     int drops = 0;
     for (int i = 0; i < asked; i++)
@@ -998,7 +996,7 @@ static int ask_marks(Markers *self, int at, int count, int whole) {
 
 static void settle_marks(Markers *self, int limit, int whole) {
     if (self->asking || self->ring->capturing)
-        return; /* another thread is at it, or no event may be asked */
+        return; /* another thread is querying, or events may not be queried */
     self->asking = 1;
     for (int at = 0, count; limit > 0 && at < self->count && !self->ring->capturing; limit -= count) {
         count = self->count - at < ASKED_AT_ONCE ? self->count - at : ASKED_AT_ONCE;
@@ -1037,29 +1035,29 @@ static PyType_Spec Markers_spec = {"allranks.recording._fast.Markers", sizeof(Ma
 
 /* ---- Methods ------------------------------------------------------------------------------------------------- */
 
-enum { NOWHERE = -1, SWEEP_MARKS = 8, SWEEP_NS = 1000000 /* between two looks at the calls under way */ };
-enum { MAX_SHAPES = 100000 }; /* distinct sizes remembered for each method; Python reads further ones on every call */
+enum { NOWHERE = -1, SWEEP_MARKS = 8, SWEEP_NS = 1000000 /* between two sweeps of the pending calls */ };
+enum { MAX_SHAPES = 100000 }; /* distinct sizes cached per method; Python reads further ones on every call */
 
-/* Where an options object of torch keeps its fields: the address of the C++ value stands at `value_at` in the Python
- * object, the fields at these places in the value (torch_internals.py finds them and tries them out). NOWHERE: it has none. */
+/* The layout of torch's options objects: the address of the C++ value is at `value_at` in the Python object, the fields are
+ * at these offsets in the value (found and tested by torch_internals.py). NOWHERE: no such field. */
 typedef struct {
     PyTypeObject *type;
     int value_at, reduce_at, root_at, timeout_at;
 } Layout;
 
-/* Which argument of a method is what; `self` is argument 0, and 0 says that there is none. */
+/* The positions of a method's arguments; `self` is argument 0, and 0 means none. */
 typedef struct {
     int count, out, in, out_splits, in_splits, options, peer, tag;
 } Form;
 
-/* What the methods of one recorder share. */
+/* The shared state of the methods of one recorder. */
 typedef struct {
     PyObject_HEAD
-    PyObject *args; /* what it was made with: holds the rest */
+    PyObject *args; /* the constructor's arguments, which own the other fields */
     Ring *ring;
-    PyObject *pending, *groups; /* calls under way, by their works; counters, by their groups */
+    PyObject *pending, *groups; /* pending calls by work; counters by group */
     Stacks *stacks;             /* NULL: no stacks */
-    Markers *markers;           /* NULL: no device whose events we know how to use */
+    Markers *markers;           /* NULL: no usable device */
     PyObject *meet, *new_stack, *failed, *wait_failed, *sweep;
     char enabled;
 } Recording;
@@ -1131,14 +1129,14 @@ static PyObject *Method_get(PyObject *self, PyObject *instance, PyObject *type) 
     return PyMethod_New(self, instance);
 }
 
-/* What Python answers to a notice is of no use to us. */
+/* Calls a notice and ignores its result. */
 static void ask(PyObject *answer) {
     if (!answer)
         PyErr_Clear();
     Py_XDECREF(answer);
 }
 
-/* The counters of the group that this call is made with, which Python meets at its first call; NULL: nothing is recorded. */
+/* The counters of the group of this call, which Python creates at its first call; NULL: the call is not recorded. */
 static Counters *recorded_group(Recording *shared, PyObject *const *args, size_t flags) {
     if (!shared->enabled || !PyVectorcall_NARGS(flags) || !shared->ring->view.obj)
         return NULL;
@@ -1159,7 +1157,7 @@ static long long global_rank(const Counters *group, long long rank) {
                                                              : rank;
 }
 
-/* Root, operator and timeout of an options object, read in place; 0 when Python must look at it. */
+/* Root, operator and timeout of an options object, read in place; 0 if Python must read it. */
 static int read_options(const Layout *layout, PyObject *options, const Counters *group, Call *call) {
     if (Py_TYPE(options) != layout->type)
         return 0;
@@ -1185,7 +1183,7 @@ static int read_options(const Layout *layout, PyObject *options, const Counters 
     return 1;
 }
 
-/* The sizes and dtypes of a call's tensors, and its splits: what its shapes are looked up by. */
+/* The key of a call's shapes: sizes and dtypes of its tensors, and its splits. */
 enum { MAX_PARTS = 68 };
 typedef struct {
     PyObject *parts[MAX_PARTS];
@@ -1201,14 +1199,14 @@ static int add_to_key(Key *key, PyObject *part) {
     return 1;
 }
 
-/* A tensor, a list of tensors or a list of such lists; 0 when it is something else, or has very many. In a list of lists the
- * first tensor of each tells its type: torch refuses several in one. */
+/* A tensor, a list of tensors or a list of such lists; 0 for anything else or too many tensors. Tensors in an inner list have
+ * the same dtype, as torch requires. */
 static int add_tensors(Key *key, PyObject *given, int depth, int with_type) {
     if (!PyList_CheckExact(given))
         return add_to_key(key, PyObject_GetAttr(given, str_shape)) &&
                (!with_type || add_to_key(key, PyObject_GetAttr(given, str_dtype)));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); i++) {
-        PyObject *item = Py_NewRef(PyList_GET_ITEM(given, i)); /* a tensor of the user's class may change the list */
+        PyObject *item = Py_NewRef(PyList_GET_ITEM(given, i)); /* a tensor subclass may change the list */
         int added = depth < 2 && add_tensors(key, item, depth + 1, with_type && !(depth && i));
         Py_DECREF(item);
         if (!added)
@@ -1239,7 +1237,7 @@ static PyObject *key_of_tensors(const Form *form, PyObject *const *args) {
     return made;
 }
 
-/* Whether a call of a group with several backends goes to the one for CPU tensors. */
+/* Whether a call of a group with several backends uses the one for CPU tensors. */
 static int is_on_cpu(PyObject *tensors) {
     PyObject *tensor = Py_NewRef(tensors);
     while (PyList_CheckExact(tensor) && PyList_GET_SIZE(tensor))
@@ -1251,8 +1249,8 @@ static int is_on_cpu(PyObject *tensors) {
     return on_cpu;
 }
 
-/* Reads a call in the form in which torch.distributed makes it: all arguments, at most `opts` by its name. 0 when Python must
- * read it; `key` is that of its tensors then, if there is one. */
+/* Reads a call in torch.distributed's form: all arguments positional, except possibly `opts`. 0 if Python must read it; `key`
+ * is then the key of its tensors, if any. */
 static int read_usual(Method *self, Counters *group, PyObject *const *args, size_t flags, PyObject *names, Call *call,
                       int *on_cpu, PyObject **key) {
     const Form *form = &self->form;
@@ -1279,8 +1277,8 @@ static int read_usual(Method *self, Counters *group, PyObject *const *args, size
     return shapes && PyArg_ParseTuple(shapes, "LLL", &call->shapes, &call->in_numel, &call->out_numel);
 }
 
-/* Asks `read(args, kwargs)` for ((shapes, elements in, elements out), reduce_op, root, peer, p2p, timeout_ms, tag, on_cpu),
- * ranks as the group counts them. 0: it could not. */
+/* Calls `read(args, kwargs)`, which returns ((shapes, elements in, elements out), reduce_op, root, peer, p2p, timeout_ms, tag, on_cpu),
+ * with group-local ranks. 0 on failure. */
 static int read_in_python(Method *self, Counters *group, PyObject *const *args, size_t flags, PyObject *names, Call *call,
                           int *p2p, int *on_cpu, PyObject *key) {
     Py_ssize_t count = PyVectorcall_NARGS(flags);
@@ -1307,7 +1305,7 @@ static int read_in_python(Method *self, Counters *group, PyObject *const *args, 
     return fine;
 }
 
-/* The id of the stack of this call; Python gives a new one its id. */
+/* The id of the stack of this call; Python assigns the id of a new one. */
 static long stack_of_call(Recording *shared) {
     long id = shared->stacks ? find_stack(shared->stacks) : 0;
     if (id >= 0)
@@ -1318,7 +1316,7 @@ static long stack_of_call(Recording *shared) {
     return id < 0 ? 0 : id;
 }
 
-/* Other calls may have ended meanwhile: they are looked at once in a while. */
+/* Occasionally checks whether other calls have ended. */
 static void look_around(Recording *shared) {
     Ring *ring = shared->ring;
     int64_t now = ticking_ns();
@@ -1332,11 +1330,11 @@ static void look_around(Recording *shared) {
         ask(PyObject_CallNoArgs(shared->sweep));
 }
 
-/* The library has answered with a Work, or with None: the call and its parts are over, or queued on the device. */
+/* The library has returned a Work, or None: the call and its parts have ended, or are queued on the device. */
 static void follow(Recording *shared, Counters *side, PyObject *work, uint64_t begin, PyObject *parts) {
     Ring *ring = shared->ring;
     if (!ring->view.obj || (ring->capturing && !side->blocking))
-        return; /* a captured call has no end of its own */
+        return; /* the end of a captured call is unknown */
     if (work == Py_None) {
         if (side->blocking || !mark_device(shared->markers, begin, parts))
             finish_with_parts(ring, begin, parts, COMPLETED);
@@ -1346,12 +1344,12 @@ static void follow(Recording *shared, Counters *side, PyObject *work, uint64_t b
         Entry before = ring->last;
         ring->last = (Entry){Py_NewRef(work), Py_NewRef((PyObject *)side), Py_NewRef(parts), begin};
         if (before.work)
-            keep(shared->pending, before); /* may let another thread follow a call of its own */
+            keep(shared->pending, before); /* may run another thread, which may add a call */
     }
     look_around(shared);
 }
 
-/* Calls `notice` with the exception that is set, and sets it again. `given` (stolen) stands before or behind it. */
+/* Calls `notice` with the current exception, and sets it again. `given` (stolen) is passed before or after it. */
 static void tell_failure(PyObject *notice, PyObject *first, PyObject *last) {
     PyObject *kind, *error, *trace;
     PyErr_Fetch(&kind, &error, &trace);
@@ -1385,7 +1383,7 @@ static PyObject *Collective_call(PyObject *callable, PyObject *const *args, size
         work = PyObject_Vectorcall(self->original, args, flags, names);
         if (!work)
             tell_failure(shared->failed, PyLong_FromUnsignedLongLong(begin), no_parts);
-        else if (!group->parts) /* else the end of the batch tells for all of it */
+        else if (!group->parts) /* else the end of the batch applies to all its parts */
             follow(shared, on_cpu && group->cpu_side != Py_None ? (Counters *)group->cpu_side : group, work, begin, no_parts);
     }
     Py_DECREF(group);
@@ -1402,7 +1400,7 @@ static PyObject *Start_call(PyObject *callable, PyObject *const *args, size_t fl
     return PyObject_Vectorcall(self->original, args, flags, names);
 }
 
-/* The end of a batch: its row stands for all of its calls, and the Work that it returns for their end. */
+/* The end of a batch: its row and its Work represent all of its calls. */
 static PyObject *End_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
     Method *self = (Method *)callable;
     Recording *shared = self->shared;
@@ -1431,7 +1429,7 @@ static PyObject *End_call(PyObject *callable, PyObject *const *args, size_t flag
     return work;
 }
 
-/* Takes a call from those under way; its work is NULL when it is not among them. */
+/* Removes a call from the pending ones; its work is NULL if it is not pending. */
 static Entry take(Recording *shared, PyObject *work) {
     Entry entry = {NULL, NULL, NULL, 0};
     if (work == shared->ring->last.work) {
@@ -1453,8 +1451,8 @@ static Entry take(Recording *shared, PyObject *work) {
     return entry;
 }
 
-/* The program's wait() has returned: the call is over, or the device has yet to come past this point. Then a marker takes the
- * place of the Work, which would keep its tensors in the device's memory. */
+/* The program's wait() has returned: the call has ended, or is still queued on the device. In that case a marker replaces the
+ * Work, which would keep its tensors in device memory. */
 static void after_wait(Recording *shared, PyObject *work) {
     Ring *ring = shared->ring;
     Entry entry = take(shared, work);
@@ -1523,7 +1521,7 @@ static int Method_init(Method *self, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
-/* What it has not itself, such as __name__, it has of what it stands for. */
+/* Other attributes, such as __name__, are those of the original method. */
 static PyObject *Method_getattr(PyObject *self, PyObject *name) {
     PyObject *found = PyObject_GenericGetAttr(self, name);
     if (found || !((Method *)self)->original || !PyErr_ExceptionMatches(PyExc_AttributeError)) return found;
@@ -1552,14 +1550,14 @@ static PyTypeObject *add_type(PyObject *made, const char *name, PyType_Spec *spe
     PyObject *type = made ? PyType_FromSpec(spec) : NULL;
     if (!type || PyModule_AddObject(made, name, Py_NewRef(type)) < 0)
         return NULL;
-    return (PyTypeObject *)type; /* kept for ever: the checks above compare with it */
+    return (PyTypeObject *)type; /* never freed: the checks above compare with it */
 }
 
 #ifndef BUILT_FOR
 #define BUILT_FOR PY_VERSION
 #endif
 
-/* Frames are read in place, so only the Python that this was built for will do: the same 3.x, and exactly the same where
+/* Frames are read in place, which requires the Python that this was built for: the same 3.x, or exactly the same version if
  * one of the two is not a final release. Otherwise the import fails, and nothing is recorded. */
 static int is_built_for_this(void) {
     const char *built = BUILT_FOR, *runs = Py_GetVersion(), *unfinished = "abcr+";

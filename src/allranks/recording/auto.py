@@ -1,7 +1,7 @@
-"""Records in a process that knows nothing of it. allranks_record.pth imports this module when ALLRANKS_RECORD=auto.
+"""Starts the recorder without a call. allranks_record.pth imports this module if ALLRANKS_RECORD=auto.
 
-Runs in every Python process of a command, also in Ray workers and in the processes of an engine. Nothing happens until the
-program makes its first process group; the recorder starts just before. An error of ours leaves the program as it is.
+Runs in every Python process of a command, including Ray workers and processes of an inference engine. The recorder starts
+just before the program creates its first process group. An error of ours does not affect the program.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # as type checkers know it, without the cost of importing typing
+TYPE_CHECKING = False  # avoids the import of typing
 if TYPE_CHECKING:
     from collections.abc import Callable
     from importlib.machinery import ModuleSpec
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from typing import Any
 
 MODULE = "torch.distributed.distributed_c10d"
-#: Making one of these is making a group. A store alone is not: launchers have one.
+#: Classes of groups. A store alone does not count, because launchers create one.
 CLASSES = ("ProcessGroup", "ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupMPI", "ProcessGroupUCC")
 
 
 class Finder:
-    """Waits in sys.meta_path for the import of a module, and calls `then(module)` behind it, once."""
+    """Waits in sys.meta_path for the import of a module, and calls `then(module)` after it, once."""
 
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
         self._name = name
         self._then = then
-        self._asking = False  # the other finders, which may ask all of them again
+        self._searching = False  # the other finders may call this one again
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Also called by a program that only wants to know whether the module is there."""
-        if name != self._name or self._asking:
+        """Also called if a program only checks whether the module exists."""
+        if name != self._name or self._searching:
             return None
-        self._asking = True
+        self._searching = True
         try:
             for finder in [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]:
                 spec = finder.find_spec(name, path, target)
@@ -41,7 +41,7 @@ class Finder:
                     self._follow(spec.loader)
                     return spec
         finally:
-            self._asking = False
+            self._searching = False
         return None
 
     def _follow(self, loader: Any) -> None:
@@ -54,20 +54,20 @@ class Finder:
                 sys.meta_path.remove(self)
                 try:
                     self._then(module)
-                except Exception:  # a torch that we do not know
+                except Exception:  # for example an unknown version of torch
                     pass
 
         try:
             loader.exec_module = exec_module
-        except AttributeError:  # no loader, or one that takes none
+        except AttributeError:  # no loader, or one without attributes
             pass
 
 
 def arm(c10d: Any) -> None:
-    """Starts the recorder at the first process group, and puts everything back as it was before."""
+    """Starts the recorder at the first process group, and then removes all wrappers."""
     original = c10d.init_process_group
     kinds = [kind for name in CLASSES if (kind := getattr(c10d, name, None)) is not None]
-    makers = [(kind, vars(kind)["__init__"]) for kind in kinds if "__init__" in vars(kind)]  # as it is stored
+    makers = [(kind, vars(kind)["__init__"]) for kind in kinds if "__init__" in vars(kind)]
 
     def start() -> None:
         for kind, maker in makers:
@@ -96,7 +96,7 @@ def arm(c10d: Any) -> None:
 def _starting(start: Callable[[], None], kind: Any) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         start()
-        kind.__init__(self, *args, **kwargs)  # the original again
+        kind.__init__(self, *args, **kwargs)  # the original, which `start` has restored
 
     return __init__
 

@@ -1,10 +1,9 @@
-"""What each method of a process group moves: which arguments are its inputs, outputs, root, partner, operator.
+"""The arguments of each method of a process group: its inputs, outputs, root, peer and operator. Runs in the rank.
 
-Runs in the rank. One table follows torch's pybind signatures, all overloads: `opts` objects, plain operators and roots, single
-tensors and lists. `_fast.c` reads the first form of a call by it, `read_call` every form. Ops have readable names of their own;
-model/torch_dump.py maps them to torch's.
+The table CALLS covers all overloads of torch's pybind signatures. `_fast.c` uses it to read the most common form of a call,
+`read_call` reads every form. model/torch_dump.py maps our names of ops to torch's.
 
-What of ours runs inside a call of the program goes through an `ErrorGuard`: an error of ours never reaches the program.
+Our code inside a call of the program runs in an `ErrorGuard`, so that its errors do not reach the program.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from allranks.blackbox.file_writer import Box
 
-#: torch's C++ names of dtypes, as its own recorder writes them.
+#: torch's C++ names of dtypes, as in its own recorder.
 _NAMES_TEXT = (
     "float32:Float float64:Double float16:Half bfloat16:BFloat16 int64:Long int32:Int int16:Short "
     "int8:Char uint8:Byte bool:Bool uint16:UInt16 uint32:UInt32 uint64:UInt64 "
@@ -50,10 +49,10 @@ class Call(NamedTuple):
     tag: int = -1  # of a send or recv
 
 
-Args = tuple[object, ...]  # of a call, by position
+Args = tuple[object, ...]
 Kwargs = dict[str, object]
-Function = Callable[..., Any]  # of torch, or what we put in its place
-_NO_TIME = timedelta(0)  # torch's options hold -1 ms when nobody set a timeout
+Function = Callable[..., Any]
+_NO_TIME = timedelta(0)  # torch's options have -1 ms without a timeout
 
 
 def flat(tensors: object) -> list[torch.Tensor]:
@@ -71,7 +70,7 @@ def flat(tensors: object) -> list[torch.Tensor]:
 def intern_shapes(
     box: Box, inputs: Any, outputs: Any, input_splits: Any = (), output_splits: Any = ()
 ) -> tuple[int, int, int]:
-    """(id in the box, elements in, elements out) of the sizes and dtypes of a call's tensors."""
+    """Interns sizes and dtypes of a call; (id in the box, elements in, elements out)."""
     sides = (inputs, outputs)
     payload: list[object] = [[list(t.shape) for t in side] for side in sides]
     payload += [[dtype_name(t.dtype) for t in side] for side in sides]
@@ -94,7 +93,7 @@ def reduce_number(options: Any) -> int:
 
 
 def _timeout(options: object, args: Args, kwargs: Kwargs) -> int:
-    """The call's own timeout in milliseconds; 0 when it has none."""
+    """The call's own timeout in milliseconds; 0 for none."""
     value = getattr(options, "timeout", None)
     if value is None:
         value = kwargs.get("timeout") or (args[-1] if args else None)
@@ -110,26 +109,24 @@ def _root(options: object) -> int:
 class Method(NamedTuple):
     """A method of ProcessGroup and Backend."""
 
-    op: str  # our name of it
-    arguments: str  # what each of its arguments is, in order: keys of _NAMES
-    options: str = (
-        ""  # torch's class of the `opts` that torch.distributed passes; "": Python reads every call
-    )
+    op: str  # our name
+    arguments: str  # the meaning of its arguments, in order: keys of _NAMES_OF
+    options: str = ""  # torch's class of `opts` as passed by torch.distributed; "": read in Python
     reduces: bool = False
     rooted: bool = False
     p2p: bool = False
 
 
-_BOTH = ("tensors", "tensor", "arg0")  # of a collective in place; also what is sent or received
-#: What an argument is -> the names that it has, over all methods.
+_BOTH = ("tensors", "tensor", "arg0")  # of an in-place collective, or of a send or receive
+#: Meaning of an argument -> its names in all methods.
 _NAMES_OF = {
     "both": _BOTH,
     "out": ("output_tensors", "output_lists", "outputs", "output", "output_tensor", "outputTensor", *_BOTH),
     "in": ("input_tensors", "input_list", "inputs", "input", "inputTensor", "input_tensor", *_BOTH),
     "out_splits": ("output_split_sizes",),
     "in_splits": ("input_split_sizes",),
-    "options": ("opts", "root", "op"),  # or a plain root or operator in their place
-    "operator": ("op",),  # behind a plain root
+    "options": ("opts", "root", "op"),  # or a plain root or operator instead
+    "operator": ("op",),  # after a plain root
     "peer": ("dstRank", "srcRank"),
     "tag": ("tag", "arg1"),
 }
@@ -166,7 +163,7 @@ CALLS: dict[str, Method] = {
 
 
 def read_call(method: Method, args: Args, kwargs: Kwargs) -> Call:
-    """One call of a method, in any form."""
+    """Reads a call of a method, in any form."""
     arguments = method.arguments.split()
     given: dict[str, Any] = dict(zip(arguments, args, strict=False))
     for what in arguments[len(args) :]:
@@ -187,27 +184,27 @@ def read_call(method: Method, args: Args, kwargs: Kwargs) -> Call:
         given.get("in_splits") or (),
         given.get("out_splits") or (),
         _timeout(options, args, kwargs),
-        int(given["tag"] or 0) & 0x7FFFFFFF if method.p2p else -1,  # the bits that a row has
+        int(given["tag"] or 0) & 0x7FFFFFFF if method.p2p else -1,  # a row has 31 bits
     )
 
 
 class ErrorGuard:
-    """Runs steps of ours; `on_error` gets what they raise, and must not raise itself."""
+    """Runs our code inside the program. `on_error` gets its exceptions and must not raise."""
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._on_error = on_error
-        self.active = True  # False: no step is run any more
+        self.active = True  # False: nothing is run any more
 
     def __call__(self, step: Function, *args: object) -> Any:
-        """What a step returns; None when it failed, or none is run any more."""
+        """The result of a step; None if it failed or the guard is inactive."""
         try:
             return step(*args) if self.active else None
-        except Exception as error:  # ours, or of a device that is broken; never the program's
+        except Exception as error:  # our own, or of a broken device
             self._on_error(error)
             return None
 
     def hold(self, step: Function) -> Function:
-        """The same step, for others to call."""
+        """Wraps a step in this guard."""
         return lambda *args: self(step, *args)
 
     def around(
@@ -217,8 +214,8 @@ class ErrorGuard:
         after: Callable[[Any, Any], object] | None = None,
         failed: Callable[[Any, BaseException], object] | None = None,
     ) -> Function:
-        """`original` with a step before and after it. `before(args, kwargs)` gives what `after(it, result)` and
-        `failed(it, error)` need; when it gives None there is nothing to do afterwards."""
+        """`original` with steps around it. The result of `before(args, kwargs)` is passed to `after(known, result)` or
+        `failed(known, error)`, which are skipped if it is None."""
         guard = self
 
         def wrapper(*args: object, **kwargs: object) -> object:

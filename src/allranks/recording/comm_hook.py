@@ -1,14 +1,13 @@
-"""A flight recorder for communicators with pre, post and abort hooks, with torchcomms' API. Runs in the rank.
+"""A flight recorder with torchcomms' API, for communicators with pre, post and abort hooks. Runs in the rank.
 
     recorder = FlightRecorderHook(max_entries=1024, isolated=True)
     recorder.register_with_comm(comm)
     ...
     recorder.dump_json(); recorder.dump_file(rank)
 
-A communicator is any object with `register_pre_hook(f)`, `register_post_hook(f)`, optionally
-`register_abort_hook(f)`, and `get_rank()`, `get_size()`, `get_name()`, `get_backend()`. Unlike torchcomms' own hook
-the records live in a black box that outlives the process, sequences count per communicator, send and recv know
-their partner where the communicator tells it, and an abort writes a dump.
+A communicator is any object with `register_pre_hook(f)`, `register_post_hook(f)`, optionally `register_abort_hook(f)`, and
+`get_rank()`, `get_size()`, `get_name()`, `get_backend()`. Differences from torchcomms' own hook: records survive the process
+in a black box, sequences count per communicator, send and recv have their peer if known, and an abort writes a dump.
 """
 
 from __future__ import annotations
@@ -39,39 +38,41 @@ from allranks.recording.options import from_environment, is_true
 from allranks.recording.writer import CallWriter, GroupState, fill_header, warn_once
 
 DEFAULT_ENTRIES = 2048
-DEFAULT_TIMEOUT_MS = 600_000  # torchcomms' own
+DEFAULT_TIMEOUT_MS = 600_000  # as in torchcomms
 MAX_UNFOLLOWED = 64
 _counter = itertools.count(1)
 
 
 class FlightRecorderHook:
-    """Records the calls of the communicators that it is registered with: into the ring of the process's recorder, or,
-    where none runs or with isolated=True, into a ring of its own with `max_entries` records."""
+    """Records the calls of the communicators that it is registered with.
+
+    Uses the ring of the process's recorder; without one, or with isolated=True, its own ring with `max_entries` records.
+    """
 
     def __init__(self, max_entries: int = DEFAULT_ENTRIES, isolated: bool = False) -> None:
         self.max_entries, self.isolated = max_entries, isolated
-        self._guard = ErrorGuard(self._fault)
+        self._guard = ErrorGuard(self._disable)
         self._writer: CallWriter | None = None
-        self._own = False  # the ring
-        self._pid = os.getpid()  # a forked child never writes into its parent's ring
+        self._own = False  # whether the ring is its own
+        self._pid = os.getpid()  # a forked child must not write into its parent's ring
         self._handles: list[Any] = []
-        self._groups = {0}  # numbers of ours in the ring
-        # (communicator, op id) -> number of its record, and whether the program continues meanwhile
+        self._groups = {0}  # ids of its groups in the ring
+        # (communicator, op id) -> (number of its record, whether the call is asynchronous)
         self._open: dict[tuple[int, int], tuple[int, bool]] = {}
-        self._unfollowed: dict[int, list[int]] = {}  # calls of a communicator whose work nobody gave us
+        self._unfollowed: dict[int, list[int]] = {}  # calls without a work, by communicator
         self._count = 0  # calls since the last reset
-        self._forget_until = 0  # records up to this one were reset away
+        self._forget_until = 0  # the last record before the last reset
         self._rank = 0
 
     # -- torchcomms' API ----------------------------------------------------------------------------------------
 
     def register_with_comm(self, comm: Any) -> None:
-        """Records every call of `comm` from now on, and of the communicators split off from it."""
+        """Records every call of `comm` and of communicators that are split off from it."""
         writer = self._ring()
         if writer is None:
             return
         self._rank = int(comm.get_rank())
-        group, key = self._meet(writer, comm), id(comm)
+        group, key = self._add_group(writer, comm), id(comm)
         before = self._guard.hold(lambda *given: self._before(writer, group, key, HookCall(*given)))
         after = self._guard.hold(lambda *given: self._after(writer, group, key, HookCall(*given)))
         self._handles += [comm.register_pre_hook(before), comm.register_post_hook(after)]
@@ -79,7 +80,7 @@ class FlightRecorderHook:
             self._handles.append(comm.register_abort_hook(self._guard.hold(self._aborted)))
 
     def unregister(self) -> None:
-        """Stops recording; what was recorded stays."""
+        """Stops recording; keeps the records."""
         for handle in self._handles:
             if hasattr(handle, "remove"):
                 handle.remove()
@@ -90,31 +91,31 @@ class FlightRecorderHook:
         return self._ring() is not None
 
     def size(self) -> int:
-        """Calls recorded since the last reset; not limited by the ring."""
+        """Number of calls since the last reset, not limited by the ring."""
         return self._count
 
     __len__ = size
 
     def reset(self) -> None:
-        """Forgets what was recorded so far."""
+        """Drops the records so far."""
         if self._writer is not None:
             self._count, self._forget_until = 0, self._writer.box.get("next_id")
 
     def dump_json(self, include_completed: bool = True) -> str:
-        """The records as PyTorch 2.10 JSON, as torchcomms writes it."""
+        """The records as PyTorch 2.10 JSON, in torchcomms' format."""
         dump = json.loads(to_torch_json(self._trace(), include_completed=include_completed))
         for config in dump["pg_config"].values():
             config["ranks"] = config["ranks"].replace(" ", "")
         return json.dumps(dump, separators=(",", ":"))
 
     def dump_file(self, rank: int, include_completed: bool = True) -> Path:
-        """Writes the records as PyTorch 2.10 pickle where TORCHCOMM_FR_DUMP_TEMP_FILE says; returns the path."""
+        """Writes the records as PyTorch 2.10 pickle to the path in TORCHCOMM_FR_DUMP_TEMP_FILE; returns the path."""
         path = dump_path(rank, os.environ)
         write_atomically(path, to_torch_pickle(self._trace(), include_completed=include_completed))
         return path
 
     def close(self) -> None:
-        """Unregisters and lets go of the ring; the file of a ring of its own stays on disk."""
+        """Unregisters and releases the ring; the file of its own ring stays on disk."""
         self.unregister()
         if self._writer is not None and self._own:
             self._writer.ring.release()
@@ -124,7 +125,7 @@ class FlightRecorderHook:
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def _before(self, writer: CallWriter, group: GroupState, comm: int, args: HookCall) -> None:
-        """Pre-hook: the call is about to be made."""
+        """Pre-hook, before the call."""
         op = op_name(args)
         if op == "finalize" or os.getpid() != self._pid:
             return
@@ -145,7 +146,7 @@ class FlightRecorderHook:
         self._open[comm, int(getattr(args, "op_id", 0))] = number, unawaited
 
     def _after(self, writer: CallWriter, group: GroupState, comm: int, args: HookCall) -> None:
-        """Post-hook: the call was made; it is over unless its work says otherwise."""
+        """Post-hook, after the call, which has ended unless it returned a running work."""
         known = self._open.pop((comm, int(getattr(args, "op_id", 0))), None)
         if known is not None and os.getpid() == self._pid:
             number, unawaited = known
@@ -157,8 +158,8 @@ class FlightRecorderHook:
                 writer.track(work, number, group)
                 writer.sweep()
             elif work is None and unawaited:
-                # torchcomms 0.3: it counts as over when a later call of its communicator was waited for, or when
-                # many were made since
+                # torchcomms 0.3: counts as ended after a later synchronous call of its communicator, or after many
+                # later calls
                 waiting.append(number)
                 if len(waiting) > MAX_UNFOLLOWED:
                     writer.finish(waiting.pop(0))
@@ -171,10 +172,10 @@ class FlightRecorderHook:
             self.register_with_comm(child)
 
     def _aborted(self, *given: object) -> None:
-        """Abort hook: the process is about to end; write what is known."""
+        """Abort hook, before the process ends: writes a dump."""
         self.dump_file(self._rank)
 
-    def _fault(self, error: BaseException) -> None:
+    def _disable(self, error: BaseException) -> None:
         self.unregister()
         warn_once(
             f"the communicator hook is disabled after an error of its own: {error!r}; training continues"
@@ -192,7 +193,7 @@ class FlightRecorderHook:
             self._writer, self._own = _new_ring(self.max_entries), True
         return self._writer
 
-    def _meet(self, writer: CallWriter, comm: Any) -> GroupState:
+    def _add_group(self, writer: CallWriter, comm: Any) -> GroupState:
         size = int(comm.get_size())
         ranks = tuple(map(int, comm.get_ranks() if hasattr(comm, "get_ranks") else range(size)))
         backend, name = str(comm.get_backend()), str(comm.get_name())
@@ -220,7 +221,7 @@ class FlightRecorderHook:
 
 
 def dump_path(rank: int, env: Mapping[str, str]) -> Path:
-    """Where torchcomms writes: prefix + rank, or the whole name with …DYNAMIC_FILE_NAME=1."""
+    """The path as in torchcomms: prefix + rank, or the whole name with …DYNAMIC_FILE_NAME=1."""
     prefix = env.get("TORCHCOMM_FR_DUMP_TEMP_FILE", "")
     if prefix and is_true(env.get("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME")):
         return Path(prefix)
@@ -244,20 +245,20 @@ def _new_ring(entries: int) -> CallWriter | None:
     return CallWriter(box, options)
 
 
-# -- what a hook's arguments tell ----------------------------------------------------------------------------------
+# -- arguments of hooks --------------------------------------------------------------------------------------------
 
 
 class HookCall:
-    """What a hook was called with, in any released signature.
+    """The arguments of a hook, in any released signature.
 
-    torchcomms up to 0.2: `pre(args)`, `post(args)`, the name and the id inside; from 0.3: `pre(name, op_id, args)`,
-    `post(op_id, args)`. The last one holds the facts; of the others a whole number is the id, the rest the name.
+    torchcomms up to 0.2: `pre(args)`, `post(args)`, with name and id in `args`; from 0.3: `pre(name, op_id, args)`,
+    `post(op_id, args)`.
     """
 
     def __init__(self, *given: object) -> None:
         self._facts = given[-1] if given else None
         for value in given[:-1]:
-            if isinstance(value, int) and not hasattr(value, "name"):  # an enum's member may be an int too
+            if isinstance(value, int) and not hasattr(value, "name"):  # an enum member may be an int, too
                 self.op_id = value
             else:
                 self.name = value
@@ -267,14 +268,14 @@ class HookCall:
 
 
 def op_name(args: object) -> str:
-    """ "all_reduce" of an enum member, its text ("OpName.ALL_REDUCE") or a plain string."""
+    """ "all_reduce" for an enum member, its text ("OpName.ALL_REDUCE") or a plain string."""
     name = getattr(args, "name", "")
     return str(getattr(name, "name", name)).rsplit(".", 1)[-1].lower()
 
 
 def _tensors(args: object, side: str) -> list[Any]:
-    """The tensors of one side; a communicator gives one or a list, and may give neither."""
-    names = (f"{side}_tensors", f"{side}_tensor", side, "tensor")  # the last two: torchcomms 0.3
+    """The input or output tensors, which a communicator passes as one tensor, a list, or not at all."""
+    names = (f"{side}_tensors", f"{side}_tensor", side, "tensor")  # the last two since torchcomms 0.3
     found = next((value for name in names if (value := getattr(args, name, None)) is not None), ())
     return list(found) if isinstance(found, (list, tuple)) else [found]
 

@@ -1,9 +1,7 @@
-"""Dump files made from a black box: a copy of it, or PyTorch 2.10 pickle or JSON; and those of torch's own flight recorder, when it
-is on: taken in the process, or requested from outside. Runs in the rank or outside.
+"""Writes dumps of a black box (a copy, or PyTorch 2.10 pickle or JSON), and dumps of torch's own flight recorder.
 
-A dump is written to a temporary name and then renamed, so a kill never leaves half a file. Dumps that we name
-ourselves never replace one another: DUMPS/REASON.N/rank_R, one folder for all ranks' N-th dump of that reason,
-which torchfrtrace and `allranks diagnose` read as it is.
+Runs in the rank or outside. Dumps are written atomically. Without a given path they are named dumps/REASON.aA.N/rank_R, with
+one folder for the N-th dump of all ranks, which torchfrtrace and `allranks diagnose` can read.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ FORMATS = ("pickle", "json", "box")
 
 
 def dump_bytes(box: Path, format: str, **content: bool) -> bytes:
-    """The content of a dump file of this format. `content`: as in `to_torch_dump`; a box is always copied whole."""
+    """The content of a dump in this format. `content`: options of `to_torch_dump`; a box is always copied completely."""
     if format == "box":
         return copy_box(box)
     if format == "json":
@@ -44,13 +42,13 @@ def dump_file(
     reason: str,
     **content: bool,
 ) -> Path:
-    """Writes a dump of `box` and returns where: at `path`, where the environment says, or under a name of its own."""
+    """Writes a dump of `box` to `path`, by the prefix in the environment, or to a new name; returns its path."""
     data = dump_bytes(box, format, **content)
+    # the script may have set the variable after the start of the recorder
+    prefix = options.dump_prefix or from_environment().dump_prefix
     if path is not None:
         target = Path(path)
-    elif (
-        prefix := options.dump_prefix or from_environment().dump_prefix
-    ):  # the script may have set it meanwhile
+    elif prefix:
         target = _by_prefix(replace(options, dump_prefix=prefix), read_header(box).rank)
     else:
         target = _own_name(box, reason, format)
@@ -59,11 +57,10 @@ def dump_file(
 
 
 def dump_ended_ranks(boxes: Iterable[Path], env: Mapping[str, str]) -> list[Path]:
-    """Writes the files that torch's variables ask for (PREFIX + rank) for ranks that ended and could not: killed, or ended
-    by an abort of their library. Returns what was written. `env` is the environment of the ranks.
+    """Writes the dumps requested by torch's variables (PREFIX + rank) for exited ranks that have not written theirs.
 
-    For the process that started the ranks, once they have ended. When one has failed those that exited in good order get theirs,
-    too: an analyser compares all ranks. A file that the rank itself has left is not touched.
+    Called by the process that started the ranks, with their environment. If one rank has failed, all exited ranks get a
+    dump, because an analyser compares all ranks. A dump written by the rank itself is kept. Returns the written paths.
     """
     options = from_environment(env)
     if not options.dump_prefix or options.dump_whole_name or "timeout" not in options.dump_on:
@@ -87,18 +84,16 @@ def dump_ended_ranks(boxes: Iterable[Path], env: Mapping[str, str]) -> list[Path
 
 
 def _by_prefix(options: RecorderOptions, rank: int) -> Path:
-    """As torch names its files: prefix + rank, or the whole name when that is asked for."""
+    """The path as in torch: prefix + rank, or the prefix as the whole name."""
     if not options.dump_whole_name:
         return Path(f"{options.dump_prefix}{max(rank, 0)}")
-    names = (
-        "TORCH_FR_DUMP_TEMP_FILE",
-        "TORCHCOMM_FR_DUMP_TEMP_FILE",
-    )  # re-read: the name may change between dumps
+    # read again, because the name may change between dumps
+    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCHCOMM_FR_DUMP_TEMP_FILE")
     return Path(next((os.environ[name] for name in names if os.environ.get(name)), options.dump_prefix))
 
 
 def _own_name(box: Path, reason: str, format: str) -> Path:
-    """The first free name; the pid tells two processes of one rank apart."""
+    """The first free path for a dump."""
     header = read_header(box)
     ending = {"pickle": "", "json": ".json", "box": ".box"}[format]
     for number in range(1, 10_000):
@@ -110,7 +105,7 @@ def _own_name(box: Path, reason: str, format: str) -> Path:
 
 
 def native_dumps(*, stacks: bool = True, only_active: bool = False) -> dict[str, bytes]:
-    """The pickles of torch's own rings in this process: "nccl", "fr", "fr-NAME"; without those that hold no call."""
+    """The pickles of torch's own non-empty rings in this process, by name: "nccl", "fr", "fr-NAME"."""
     if "torch" not in sys.modules:
         return {}
     from allranks.recording.torch_internals import no_inductor, own_rings
@@ -118,17 +113,17 @@ def native_dumps(*, stacks: bool = True, only_active: bool = False) -> dict[str,
     found: dict[str, bytes] = {}
     with no_inductor():
         for name, dump in own_rings().items():
-            with contextlib.suppress(*TORCH_ERRORS):  # a ring that is off or broken must not cost us the rest
+            with contextlib.suppress(*TORCH_ERRORS):  # this ring is off or broken
                 data = bytes(dump(True, stacks, only_active))
-                if b"record_id" in data:  # one that is on and has seen a call
+                if b"record_id" in data:  # the ring has at least one call
                     found[name] = data
     return found
 
 
 def ask_through_pipe(stem: str, rank: int) -> bool:
-    """Asks a rank of another process for its NCCL dump (TORCH_NCCL_DEBUG_INFO_PIPE_FILE=stem); False: nobody listens.
+    """Requests an NCCL dump from another rank (TORCH_NCCL_DEBUG_INFO_PIPE_FILE=stem); False if it does not listen.
 
-    torch writes the dump some time later, to its own file name.
+    torch writes the dump later, to its own file name.
     """
     pipe = Path(f"{stem}{rank}.pipe")
     try:

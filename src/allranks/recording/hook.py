@@ -1,14 +1,14 @@
-"""Puts the recorder under torch.distributed. Runs in the rank; the only part of `record` that imports torch.
+"""Hooks the recorder into torch.distributed. Runs in the rank.
 
-Where it hooks, and what each hook sees:
+The hooks and the calls that they see:
 
-- methods of the pybind classes `ProcessGroup` and `Backend`: every call that comes from Python, on any backend
+- methods of the pybind classes `ProcessGroup` and `Backend`: every call from Python, on any backend
   (torch.distributed, FSDP, pipelines, object collectives, `_dist2`, bare Backend objects);
-- `recording_group.py`: calls that C++ makes by itself (DDP's reducer, functional collectives);
-- `Work.wait`: the moment at which the program knows that a call is over.
+- `recording_group.py`: calls made by C++ (DDP's reducer, functional collectives);
+- `Work.wait`: the time when the program knows that a call is completed.
 
-The methods themselves are in C (`_fast.Method`). They ask Python about a group, a stack or sizes that are new, and to read calls
-in an unusual form. One flag that they share decides whether they record, so that a forked child is silent at once.
+The methods are implemented in C (`_fast.Method`). They call Python for a new group, a new stack or new sizes, and to read
+calls in an unusual form. A shared flag enables them, so that recording stops immediately in a forked child.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from allranks.recording.writer import CallWriter, GroupState, Shapes, warn_once
 if TYPE_CHECKING:
     from allranks.recording.recording_group import RecordingProxies
 
-#: Modules whose code runs under a collective.
+#: Modules whose code runs inside a collective.
 _NAMES = "hook setup_calls recording_group writer stack calls torch_internals"
 OURS = (*(f"{__package__}.{name}" for name in _NAMES.split()), "allranks.blackbox.file_writer")
-MAX_SHAPES = 100_000  # distinct sizes remembered, as in _fast.c; further ones are worked out on every call
-BATCH = "coalesced"  # what the row of a whole batch is called
+MAX_SHAPES = 100_000  # distinct sizes cached, as in _fast.c; further ones are computed on every call
+BATCH = "coalesced"  # op of the row for a whole batch
 
 
 class Hook:
-    """The wrapped methods of torch.distributed and what they share. `fault` is called with our own errors, after which
-    nothing is recorded. What cannot be wrapped is left alone, and said once."""
+    """The wrapped methods of torch.distributed and their shared state. `fault` is called with an error of our own and
+    disables recording. A method that cannot be wrapped is skipped, with one warning."""
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class Hook:
         self.writer: CallWriter | None = writer
         self.guard = ErrorGuard(fault)
         self._on_group = on_group
-        self.on_rank = on_rank  # told when init_process_group is entered
-        self._groups: dict[int, GroupState] = {}  # by id of the group object, which is alive while it is here
-        self._counters: dict[int, Any] = {}  # the same groups' counters, for the part in C
-        # Ranks of groups that were split off and have made no call yet.
+        self.on_rank = on_rank  # called when init_process_group starts
+        self._groups: dict[int, GroupState] = {}  # by id of the group object; removed when the object dies
+        self._counters: dict[int, Any] = {}  # counters of the same groups, for _fast.c
+        # members of split groups without a call yet
         self._members: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = (
             weakref.WeakKeyDictionary()
         )
         self._known_shapes: dict[Args, Shapes] = {}
-        self._recording: Any = None  # what the methods in C share
+        self._recording: Any = None  # shared state of the methods in C
         self._replaced = internals.Replaced()
         self._proxies: RecordingProxies | None = None
         self._stores = Stores(self.guard)
@@ -86,7 +86,7 @@ class Hook:
     # -- installing ---------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Wraps the methods. Those that this version of torch does not have are passed over."""
+        """Wraps the methods that this version of torch has."""
         writer = self.installed
         lost = internals.missing()
         if lost:
@@ -118,7 +118,7 @@ class Hook:
         self._part(setups, setup_calls.install, self, self._replaced)
 
     def _part(self, what: str, step: Function, *args: object) -> Any:
-        """A step that another version of torch may not let us do: then the rest is recorded; None."""
+        """Runs a step that may fail in another version of torch; the rest is then still recorded."""
         return ErrorGuard(partial(self.lost, what))(step, *args)
 
     def _wrap_method(self, owner: Any, method: str) -> None:
@@ -151,18 +151,18 @@ class Hook:
 
     @property
     def installed(self) -> CallWriter:
-        """The writer, where there must be one."""
+        """The writer, which must exist."""
         assert self.writer is not None
         return self.writer
 
     def lost(self, what: str, error: BaseException) -> None:
-        """This version of torch does not let us see something: said once, the rest is recorded."""
+        """Warns once that something cannot be recorded with this version of torch."""
         if what not in self._lost:
             self._lost.add(what)
             warn_once(f"not recorded with torch {torch.__version__}: {what}: {error!r}")
 
     def uninstall(self) -> None:
-        """Puts every method back, unless somebody else has wrapped it since."""
+        """Restores every method, unless other code has wrapped it since."""
         self.silence()
         if self._proxies is not None:
             self._proxies.take_back()
@@ -171,14 +171,14 @@ class Hook:
         self._recording = None
 
     def silence(self) -> None:
-        """Records nothing from now on. Touches nothing of C++: in a forked child its locks may be held for ever."""
+        """Stops recording without touching C++ objects, whose locks may be held forever in a forked child."""
         self.writer = None
         self.guard.active = False
         if self._recording is not None:
             self._recording.enabled = False
 
     def _replace(self, owner: object, name: str, wrapper: Function) -> None:
-        original = vars(owner)[name]  # the descriptor itself: getattr would strip pybind's binding of self
+        original = vars(owner)[name]  # the descriptor, with pybind's binding of self
         if isinstance(wrapper, FunctionType):
             wrapper.__name__ = name
             wrapper.__doc__ = getattr(owner, name).__doc__
@@ -188,36 +188,36 @@ class Hook:
     # -- groups and shapes --------------------------------------------------------------------------------------
 
     def group(self, group: dist.ProcessGroup) -> GroupState:
-        """What is known of this group; described and written to the box at its first call."""
+        """The state of a group; at its first call, the group is written to the box."""
         state = self._groups.get(id(group))
-        return state if state is not None else self._meet(group)
+        return state if state is not None else self._add_group(group)
 
-    def _meet(self, group: dist.ProcessGroup) -> GroupState:
+    def _add_group(self, group: dist.ProcessGroup) -> GroupState:
         writer = self.installed
         members = self._members.pop(group, ())
         name, desc, ranks, backend = describe_group(group, writer.box.get("world_size"), members)
-        met = self._met(group, name)
-        if met is not None:  # its members count themselves
-            name, ranks = name or met[1], tuple(range(int(group.size())))
-        about = [name, desc, packed_ranks(ranks), backend, *((met[0], met[2]) if met else ())]
+        store = self._own_store(group, name)
+        if store is not None:  # its members are numbered from 0
+            name, ranks = name or store[1], tuple(range(int(group.size())))
+        about = [name, desc, packed_ranks(ranks), backend, *((store[0], store[2]) if store else ())]
         number = writer.box.append(Item.GROUP, about)
         state = GroupState(number, name, ranks, backend, timeout_ms(group))
         self.adopt(group, state)
         self._on_group(state)
         return state
 
-    def _met(self, group: dist.ProcessGroup, name: str) -> tuple[str, str, int] | None:
-        """(address, prefix, own number) of a group that does not meet where the world does. Replicas number their ranks."""
+    def _own_store(self, group: dist.ProcessGroup, name: str) -> tuple[str, str, int] | None:
+        """(address, prefix, own index) of a group with another store than the world; None otherwise, and in replica mode."""
         if os.environ.get("ALLRANKS_RANK") or name.startswith(("replicas/", "votes/")):
             return None
         try:
             address, prefix = self._stores.elsewhere(group)
             return (address, prefix, int(group.rank())) if address else None
-        except TORCH_ERRORS:  # not every backend knows its rank
+        except TORCH_ERRORS:  # not every backend has a rank
             return None
 
     def adopt(self, group: dist.ProcessGroup, state: GroupState) -> None:
-        """Lets `group` be looked up as `state` for as long as the object lives."""
+        """Registers `state` for `group` until the object dies."""
         key = id(group)
         groups, counters = self._groups, self._counters
 
@@ -230,7 +230,7 @@ class Hook:
         counters[key] = state.counters
 
     def destroyed(self, group: dist.ProcessGroup) -> None:
-        """Notes that the program destroys a group, or all of them (None)."""
+        """Records that the program destroys a group, or all of them (None)."""
         writer = self.writer
         if writer is None:
             return
@@ -240,7 +240,7 @@ class Hook:
             writer.box.append(Item.DESTROYED, [number, now])
 
     def _shapes(self, call: Call) -> Shapes:
-        """Sizes and dtypes of a call, interned."""
+        """Interned sizes and dtypes of a call."""
         sides = [tuple([(t.shape, t.dtype) for t in tensors]) for tensors in (call.inputs, call.outputs)]
         key = (*sides, tuple(call.input_splits), tuple(call.output_splits))
         found = self._known_shapes.get(key)
@@ -253,7 +253,7 @@ class Hook:
     # -- wrappers -----------------------------------------------------------------------------------------------
 
     def _collective(self, original: Function, method: str) -> Any:
-        """A collective, for every op and overload."""
+        """The wrapper of a collective or point-to-point method."""
         kind = CALLS[method]
 
         def read(args: Args, kwargs: Kwargs) -> Args:
@@ -266,12 +266,11 @@ class Hook:
         return c.Method(self._recording, original, c.COLLECTIVE, *form)
 
     def _read(self, kind: Method, args: Args, kwargs: Kwargs) -> tuple[Call, Shapes]:
-        """A call and its sizes. One that is not made as torch makes it keeps its place in the sequence, without sizes."""
-
+        """A call and its sizes. A call in an unknown form is recorded without sizes."""
         try:
             call = read_call(kind, args, kwargs)
             return call, self._shapes(call)
-        except Exception as error:  # of a form of arguments that nobody here knows
+        except Exception as error:  # an unknown form of arguments
             self.lost(f"sizes of some calls of {kind.op}", error)
             return Call(p2p=kind.p2p), (0, 0, 0)
 
@@ -288,7 +287,7 @@ class Hook:
         return self.guard.around(original, before, after)
 
     def _wrap_reconfigure(self, original: Function) -> Function:
-        """From here on it is another group, of the same name with the number that all members give it."""
+        """Wraps `reconfigure`, which makes the object a new group: same name, plus the number that all members share."""
 
         def before(args: Args, kwargs: Kwargs) -> tuple[Any, GroupState, Any]:
             return args[0], self.group(args[0]), args[1] if len(args) > 1 else next(iter(kwargs.values()))
@@ -307,13 +306,13 @@ class Hook:
         return self.guard.around(original, before, after)
 
     def _use_markers(self) -> None:
-        """Events of CUDA's driver in C, where there is CUDA."""
+        """Uses events of the CUDA driver, if CUDA is available."""
         functions = internals.event_functions()
         if functions:
             self.installed.markers = fast().Markers(self.installed.ring, *functions)
 
     def _watch_cuda(self) -> None:
-        """Asks no event while any thread captures a CUDA graph."""
+        """Stops queries of events while a thread captures a CUDA graph."""
         graph = internals.cuda_graph()
         if graph is None:
             return
@@ -334,6 +333,6 @@ class Hook:
 
 
 def _on_cpu(call: Call, kind: Method) -> bool:
-    """Whether a call goes to the backend for CPU tensors, in a group that has several."""
+    """Whether a call uses the backend for CPU tensors, in a group with several backends."""
     tensor = next(iter(call.inputs or call.outputs), None)
     return kind.op == "monitored_barrier" if tensor is None else bool(tensor.is_cpu)

@@ -1,6 +1,6 @@
-"""What a recorder may be told, and where each default comes from: argument, then environment, then default.
+"""Options of a recorder: argument, then environment, then default. Runs in the rank.
 
-Runs in the rank. The names that PyTorch's and torchcomms' recorders read are honoured where they mean the same.
+Variables of PyTorch's and torchcomms' recorders are used if they have the same meaning.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 from allranks.blackbox.layout import DEFAULT_CAPACITY, DEFAULT_HEAP_BYTES
 from allranks.errors import ConfigurationError, NotRecording
 
-#: What asking torch may end with where a version, a backend or an unfinished group does not know the answer.
+#: Errors of queries to torch that a version, a backend or an unfinished group does not support.
 TORCH_ERRORS = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
-EXPECTED = 7  # VERSION in _fast.c: raised with every change of what the two sides say to each other
-BUILD = "install a wheel of allranks, or a C compiler and Python's headers and then allranks again"
+EXPECTED = 7  # VERSION in _fast.c, increased with every change of the interface
+BUILD = "install a wheel of allranks, or install a C compiler and Python's headers and reinstall allranks"
 DEFAULT_STACK_DEPTH = 8
 MIN_CAPACITY = 16
 
 
 @dataclass(frozen=True)
 class RecorderOptions:
-    """Settings of one process's recorder. `from_environment` fills them; arguments of `record()` override."""
+    """Settings of the recorder of one process. Arguments of `record()` override the environment."""
 
     enabled: bool = True
     capacity: int = DEFAULT_CAPACITY  # records kept
     heap_bytes: int = DEFAULT_HEAP_BYTES  # room for names, sizes, stacks
     stack_depth: int = DEFAULT_STACK_DEPTH  # frames per call; 0 records no stacks
-    folder: Path | None = None  # None: a per-job folder under shared memory, else the temp dir
+    folder: Path | None = None  # None: a folder per job in shared memory, else in the temporary folder
     job: str = "job"
     attempt: int = 0
-    rank: int = -1  # -1: not known yet; taken from the first process group
+    rank: int = -1  # -1: unknown until the first process group
     world_size: int = -1
     local_rank: int = -1
     dump_prefix: str = ""  # "" = next to the black box; else PREFIX + rank, as torch names its dumps
     dump_whole_name: bool = False  # the prefix is the whole file name (…DYNAMIC_FILE_NAME=1)
-    dump_on: frozenset[str] = frozenset({"timeout", "exception"})  # of timeout, exception, exit
-    late: bool = False  # torch is hooked when the program imports it, and not now
-    poll_s: float = 0.1  # how often the side thread looks for completed calls
+    dump_on: frozenset[str] = frozenset({"timeout", "exception"})  # any of timeout, exception, exit
+    late: bool = False  # hook torch when the program imports it
+    poll_s: float = 0.1  # interval of the side thread
 
     def __post_init__(self) -> None:
         if self.capacity < MIN_CAPACITY:
@@ -52,11 +52,13 @@ class RecorderOptions:
             raise ConfigurationError("stack_depth must be 0 or more, and poll_s more than 0")
         unknown = self.dump_on - {"timeout", "exception", "exit"}
         if unknown:
-            raise ConfigurationError(f"dump_on knows timeout, exception and exit, not {sorted(unknown)}")
+            raise ConfigurationError(
+                f"dump_on may contain timeout, exception and exit, not {sorted(unknown)}"
+            )
 
 
 def from_environment(env: Mapping[str, str] | None = None, **arguments: Any) -> RecorderOptions:
-    """Options of this process; `arguments` that are not None win over the environment."""
+    """Options of this process; `arguments` that are not None override the environment."""
     values = os.environ if env is None else env
     options = RecorderOptions(
         enabled=values.get("ALLRANKS_RECORD", "1").lower() not in {"0", "false", "off", "no"},
@@ -85,9 +87,9 @@ def from_environment(env: Mapping[str, str] | None = None, **arguments: Any) -> 
 
 
 def tolerant(arguments: dict[str, Any]) -> tuple[RecorderOptions, list[str]]:
-    """Options of this process with as many of these arguments as make sense, and a complaint about every other one.
+    """Options of this process with the valid arguments, and a message for each invalid one.
 
-    For `record()`: a mistake in a setting must not stop a training.
+    For `record()`: a wrong setting must not stop the training.
     """
     options, complaints = from_environment(), []
     known = {setting.name for setting in fields(RecorderOptions)}
@@ -103,7 +105,7 @@ def tolerant(arguments: dict[str, Any]) -> tuple[RecorderOptions, list[str]]:
 
 
 def _as_declared(name: str, value: Any) -> Any:
-    """The value as the type of its setting, converted where nothing is lost."""
+    """The value converted to the type of its setting; TypeError if that changes it."""
     if name == "folder":
         return Path(value)
     if name == "dump_on":
@@ -124,14 +126,14 @@ def is_true(text: str | None) -> bool:
 
 
 def _dump_on(values: Mapping[str, str]) -> frozenset[str]:
-    """torch's switch for dumps on a time-out or an exception works for ours too; it is on by default."""
+    """When to dump: torch's variable for dumps on timeouts turns ours off, too."""
     off = {"0", "n", "no", "f", "false"}
     text = _first(values, "TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT").strip().lower()
     return RecorderOptions.dump_on - ({"timeout", "exception"} if text in off else set())
 
 
 def _capacity(values: Mapping[str, str]) -> int:
-    """Records to keep; a native buffer size of 0 turns torch's recorder off, not ours."""
+    """Size of the ring; a size of 0 turns torch's recorder off, but not ours."""
     names = (
         "ALLRANKS_BUFFER_SIZE",
         "TORCH_FR_BUFFER_SIZE",
@@ -147,7 +149,7 @@ def _first(values: Mapping[str, str], *names: str) -> str:
 
 
 def _number(values: Mapping[str, str], *names: str, default: int) -> int:
-    """The first of these variables that holds a whole number; a malformed one is passed over."""
+    """The first of these variables that is an integer; others are ignored."""
     for name in names:
         try:
             return int(values.get(name, ""))
@@ -157,13 +159,13 @@ def _number(values: Mapping[str, str], *names: str, default: int) -> int:
 
 
 def fast() -> ModuleType:
-    """The part of the recorder in C; NotRecording where it was not built, or was built from another source."""
+    """The C extension of the recorder; NotRecording if it was not built, or from another version."""
     try:
         from allranks.recording import _fast
     except ImportError as error:
         missing = "cannot import name" in str(error)
         why = "is missing" if missing else f"cannot be loaded ({error})"
-        raise NotRecording(f"its part in C {why}: {BUILD}") from error
+        raise NotRecording(f"its C extension {why}: {BUILD}") from error
     if getattr(_fast, "VERSION", None) != EXPECTED:
-        raise NotRecording(f"its part in C is of another version: {BUILD}")
+        raise NotRecording(f"its C extension has another version: {BUILD}")
     return _fast

@@ -1,7 +1,7 @@
-"""The recorder of one process: opens the box, hooks torch, watches over completion, marks it closed. Runs in the rank.
+"""The recorder of one process: opens the box, hooks torch, follows completions, marks the box as closed. Runs in the rank.
 
-`start()` either records or, when that is impossible (no room, no permission), says so once and leaves the
-training alone. The box stays on disk after `close()` and after any death of the process.
+If recording is impossible (no space, no permission), `start()` warns once and does not affect the training. The box stays on
+disk after `close()` and after any death of the process.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ P = ParamSpec("P")
 
 
 def _guarded(method: Callable[Concatenate[Recorder, P], None]) -> Callable[Concatenate[Recorder, P], None]:
-    """Of what the program calls: nothing happens where nothing is recorded, and an error of ours is said once and passed over."""
+    """For methods that the program calls: does nothing without a recorder; an error of ours is logged once and ignored."""
 
     @functools.wraps(method)
     def call(self: Recorder, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if self.active:
-            self._told(functools.partial(method, self, *args, **kwargs))
+            self._guard(functools.partial(method, self, *args, **kwargs))
 
     return call
 
@@ -58,18 +58,17 @@ class Recorder:
         self._watch: SideThread | None = None
         self._facts: dict[str, object] = {}
         self._rank = options.rank
-        self._told = ErrorGuard(self._tell)  # what the program calls
-        self._complaints: set[str] = set()
-        self._first = 0  # the phase of the first step, while it lasts
+        self._guard = ErrorGuard(self._warn)  # around methods that the program calls
+        self._warned: set[str] = set()
+        self._first = 0  # number of the phase "first step"
         self._steps = 0
-        # the step that is counted, its tokens and operations
-        self._work: tuple[int, float, float] | None = None
-        self._named = 0  # the phase that the program named
+        self._work: tuple[int, float, float] | None = None  # the current step, its tokens and operations
+        self._named = 0  # number of the phase that the program named
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- start and close ----------------------------------------------------------------------------------------
 
     def start(self) -> Recorder:
-        """Starts recording. Returns itself, off (see `active`) when the box cannot be made."""
+        """Starts recording and returns itself. `active` is False if the box cannot be created."""
         if self.box is not None or not self.options.enabled:
             return self
         if not self.options.late:
@@ -78,18 +77,18 @@ class Recorder:
         return self
 
     def _try(self, step: Callable[[], None]) -> None:
-        """A step without which nothing is recorded."""
+        """Runs a step of the start; on an error recording is disabled."""
         try:
             step()
-        except NotRecording as error:  # the same on the whole node: one rank says it
+        except NotRecording as error:  # the same for all ranks of the node: one of them warns
             if self.options.local_rank <= 0:
                 warn_once(f"recording disabled: {error}; training continues")
-            self._told(self.close, "could not start")
-        except Exception as error:  # a torch that we do not know: better no record than no training
+            self._guard(self.close, "could not start")
+        except Exception as error:  # for example an unknown version of torch
             fix = _descriptor_fix(error)
             why = f"{type(error).__name__}: {error}"
             warn_once(f"recording disabled: {why}{'; ' if fix else ''}{fix}; training continues")
-            self._told(self.close, "could not start")
+            self._guard(self.close, "could not start")
 
     def _start(self) -> None:
         self.box = self._open_box()
@@ -112,34 +111,34 @@ class Recorder:
 
         self._facts = {**self._facts, "versions": _versions()}
         self.box.append(Item.META, self._facts)
-        self._hook = Hook(self._installed, self._fault, self._met_group, self._joins)
+        self._hook = Hook(self._installed, self._disable, self._on_group_created, self._on_rendezvous)
         self._hook.install()
 
     def close(self, how: str = "closed") -> None:
-        """Stops recording and unhooks torch; the file stays, marked with how it ended."""
+        """Stops recording and unhooks torch; the file stays, marked with `how`."""
         hook, watch, writer = self._hook, self._watch, self.writer
         self._hook = self._watch = None
         if hook is not None:
-            self._told(hook.uninstall)
+            self._guard(hook.uninstall)
         if watch is not None:
-            self._told(watch.stop)
+            self._guard(watch.stop)
         if writer is not None:
             if self.active_process:
-                self._told(self._last_sweep, writer)
+                self._guard(self._last_sweep, writer)
             writer.pending.clear()
             self.writer = None
         if self.box is not None and self.active_process:
-            self._told(self.box.mark_closed, how, time.time_ns())
+            self._guard(self.box.mark_closed, how, time.time_ns())
 
     @_guarded
     def note_exit(self, error: SystemExit | KeyboardInterrupt) -> None:
-        """The program ends by sys.exit: notes a code that is not 0, the line, and what it was about to handle. Or by Ctrl-C."""
+        """Records that the program exits by sys.exit with a code other than 0, or by Ctrl-C."""
         if text := describe_exit(error):
             self._installed.box.mark_closed(text, time.time_ns())
             wake_agent()
 
     def _last_sweep(self, writer: CallWriter) -> None:
-        """gloo wakes the waiting program a moment before it calls its work completed."""
+        """Notes the last completions: gloo wakes the waiting program shortly before its work is completed."""
         for _ in range(10):
             writer.sweep(everything=True)
             if not writer.pending and not writer.markers:
@@ -147,7 +146,7 @@ class Recorder:
             time.sleep(0.002)
 
     def abandon_in_child(self) -> None:
-        """Called in a forked child: forget everything without touching the parent's file."""
+        """Called in a forked child: drops all state without touching the parent's file."""
         if self._hook is not None:
             self._hook.silence()
         self._hook = self._watch = self.writer = None
@@ -160,18 +159,18 @@ class Recorder:
 
     @property
     def _installed(self) -> CallWriter:
-        """The writer, where there must be one."""
+        """The writer, which must exist."""
         assert self.writer is not None
         return self.writer
 
     @property
     def active_process(self) -> bool:
-        """False in a forked child: the box belongs to the parent."""
+        """False in a forked child, because the box belongs to the parent."""
         return os.getpid() == self.pid
 
     @property
     def path(self) -> Path | None:
-        """The black box file; None when recording could not start."""
+        """The black box file; None if recording could not start."""
         return self.box.path if self.box is not None else None
 
     @property
@@ -179,7 +178,7 @@ class Recorder:
         """Global rank; -1 while unknown."""
         return self._rank
 
-    # -- what the user says -------------------------------------------------------------------------------------
+    # -- called by the program ----------------------------------------------------------------------------------
 
     @_guarded
     def step(
@@ -190,7 +189,7 @@ class Recorder:
         tokens: float | None = None,
         flops: float | None = None,
     ) -> None:
-        """Marks the progress of the training: step `number` begins now. `label` is kept with the next calls."""
+        """Marks the start of training step `number`. `label` is recorded with the following calls."""
         writer = self._installed
         number = operator.index(number)
         if label is not None:
@@ -209,7 +208,7 @@ class Recorder:
             self._count(writer.box, number, tokens, flops)
 
     def _count(self, box: Box, number: int, tokens: float | None, flops: float | None) -> None:
-        """The box has the sums of the last whole step; until there is one, those of the first mark."""
+        """Writes the sums of the last complete step into the box; before that, those of the first mark."""
         given = (number, float(tokens or 0), float(flops or 0))
         before = self._work or given
         if before[0] != number or not self._work:
@@ -220,20 +219,20 @@ class Recorder:
 
     @contextlib.contextmanager
     def expect(self, phase: str, up_to_s: float) -> Iterator[None]:
-        """Declares that nothing may be heard of this rank for up to `up_to_s` seconds, and why."""
-        before = self._told(self._declare, phase, up_to_s)
-        number = self._told(phases.begin, phase)
+        """Declares that this rank may make no progress for up to `up_to_s` seconds, and why."""
+        before = self._guard(self._declare, phase, up_to_s)
+        number = self._guard(phases.begin, phase)
         try:
             yield
         finally:
-            self._told(phases.end, number or 0)
+            self._guard(phases.end, number or 0)
             if self.active and before is not None:
                 until_ns, named = before
                 box = self._installed.box
-                self._told(lambda: box.set(expect_until_ns=until_ns, phase=named, step_ns=time.time_ns()))
+                self._guard(lambda: box.set(expect_until_ns=until_ns, phase=named, step_ns=time.time_ns()))
 
     def _declare(self, phase: str, up_to_s: float) -> tuple[int, int] | None:
-        """Returns what was declared before."""
+        """Writes a declaration; returns the previous one (time, phase)."""
         if not self.active:
             return None
         box = self._installed.box
@@ -244,13 +243,13 @@ class Recorder:
 
     @_guarded
     def announce(self, phase: str, up_to_s: float) -> None:
-        """As `expect`, without an end: for the last thing that a program does."""
+        """As `expect`, without an end: for the last phase of a program."""
         self._declare(phase, up_to_s)
         phases.begin(phase)
 
     @_guarded
     def phase(self, name: str) -> None:
-        """Names what the program does from now on ("train", "eval"); "" for nothing."""
+        """Sets the name of the current phase ("train", "eval"); "" for none."""
         box = self._installed.box
         box.set(phase=box.intern(Item.NAME, name) if name else 0)
         phases.end(self._named)
@@ -261,11 +260,11 @@ class Recorder:
         """See CallWriter.given_up."""
         self._installed.given_up(works, error)
 
-    def _tell(self, error: BaseException) -> None:
-        """The program gave us something that we cannot use: said once for each kind, and passed over."""
+    def _warn(self, error: BaseException) -> None:
+        """Warns once per kind of error in a call of the program."""
         text = f"{type(error).__name__}: {error}"
-        if text not in self._complaints and len(self._complaints) < 10:
-            self._complaints.add(text)
+        if text not in self._warned and len(self._warned) < 10:
+            self._warned.add(text)
             warn_once(f"a call of the recorder failed and is ignored: {text}; training continues")
 
     # -- dumps --------------------------------------------------------------------------------------------------
@@ -307,19 +306,19 @@ class Recorder:
             self.writer.sweep(everything=True)
         return self.box.path
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------
 
     def _open_box(self) -> Box | None:
-        """A new box in the wanted folder, or in the temp dir when the default one has no room."""
+        """A new box in the wanted folder, or in the temporary folder if the default one is full."""
         options = self.options
         name = file_name(options.job, options.attempt, options.rank, self.pid)
         if options.folder is None:
-            with contextlib.suppress(OSError):  # tidying up must not cost us the record
+            with contextlib.suppress(OSError):  # recording matters more than tidying up
                 remove_old()
         folders = (
             [options.folder] if options.folder else [job_folder(options.job), fallback_folder(options.job)]
         )
-        # A box of that name: an earlier recorder of this process, or of one whose pid is used again.
+        # the name is taken by an earlier recorder of this process, or of a process with the same pid
         names = (name, name.replace(".box", f".{time.time_ns():x}.box"))
         problem: OSError | None = None
         for path in (folder / name for folder in folders for name in names):
@@ -344,11 +343,11 @@ class Recorder:
 
     def _fill_header(self, box: Box) -> None:
         words = without_secrets("\0".join(word[:8192] for word in sys.argv[:20])).split("\0")
-        argv = [word[:200] for word in words]  # cut after hiding: half a secret is not recognised
+        argv = [word[:200] for word in words]  # truncated last: half a secret would not be recognized
         self._facts = fill_header(box, self.options, versions=_versions(), argv=argv)
 
-    def _met_group(self, state: GroupState) -> None:
-        """The first group tells the rank, the world and the backend when the environment did not."""
+    def _on_group_created(self, state: GroupState) -> None:
+        """Takes rank, world size and backend from a group, if the environment did not have them."""
         assert self.box is not None
         if not self._facts["backend"] and state.backend:
             versions = _versions(state.backend)
@@ -357,19 +356,19 @@ class Recorder:
         import torch.distributed as dist
 
         if dist.is_initialized():
-            self._know_rank(dist.get_rank(), dist.get_world_size())
+            self._set_rank(dist.get_rank(), dist.get_world_size())
 
-    def _joins(self, rank: int, rendezvous: Rendezvous) -> None:
-        """init_process_group is entered. Replicas meet at addresses of their own."""
+    def _on_rendezvous(self, rank: int, rendezvous: Rendezvous) -> None:
+        """Called when init_process_group starts. Replicas have their own addresses, which are not recorded."""
         assert self.box is not None
         if not os.environ.get("ALLRANKS_RANK"):
             self._facts = {**self._facts, "rendezvous": list(vars(rendezvous).values())}
             self.box.append(Item.META, self._facts)
-        self._know_rank(rank, rendezvous.world_size or -1)
+        self._set_rank(rank, rendezvous.world_size or -1)
 
-    def _know_rank(self, rank: int, world_size: int) -> None:
-        """The rank of this process and the size of its world; -1 unknown. In replica mode the supervisor knows better:
-        a group inside a replica counts from 0 in each of them."""
+    def _set_rank(self, rank: int, world_size: int) -> None:
+        """Sets rank and world size; -1 unknown. In replica mode the supervisor sets them, because groups inside each
+        replica count from 0."""
         assert self.box is not None
         if os.environ.get("ALLRANKS_RANK"):
             return
@@ -381,7 +380,7 @@ class Recorder:
             self._rename(self.box)
 
     def _rename(self, box: Box) -> None:
-        """The rank became known: the file takes its name. Failure only leaves the old name."""
+        """Renames the file when the rank becomes known. If that fails, the old name stays."""
         self.options = replace(self.options, rank=self._rank)
         wanted = box.path.with_name(file_name(self.options.job, self.options.attempt, self._rank, self.pid))
         if wanted != box.path and not wanted.exists():
@@ -391,22 +390,22 @@ class Recorder:
             except OSError:
                 pass
 
-    def _fault(self, error: BaseException) -> None:
-        """An error of our own: one warning, recording off, training on."""
+    def _disable(self, error: BaseException) -> None:
+        """Disables recording after an error of our own, with one warning."""
         if self._hook is not None and self._hook.writer is not None:
             self._hook.silence()
             warn_once(f"recording disabled after an error of its own: {error!r}; training continues")
 
 
 def _descriptor_fix(error: BaseException | None) -> str:
-    """What to do about an error when no file can be opened any more; "" for other errors."""
+    """The fix for an error caused by the limit of open files; "" for other errors."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (ulimit -n)"
     return ""
 
 
 def _versions(backend: str = "") -> dict[str, str]:
-    """Versions of the libraries that took part."""
+    """Versions of the libraries in use."""
     found = {"allranks": allranks.__version__, "python": sys.version.split()[0]}
     torch = sys.modules.get("torch")
     if torch is not None:

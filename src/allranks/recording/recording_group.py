@@ -1,10 +1,9 @@
-"""Calls that C++ makes by itself: DDP's reducer on the autograd thread, functional collectives. Runs in the rank.
+"""Records calls made by C++: DDP's reducer on the autograd thread, functional collectives. Runs in the rank.
 
-C++ does not look at Python methods of a plain ProcessGroup, but it does call those of a Python subclass. So where
-C++ is handed a group (the reducer, the registry of group names, two functions of DDP's set-up), it gets a proxy: a
-ProcessGroup of the same name that shares the backends of the original and records before it passes a call on.
-Python code never sees a proxy: what it gets from the registry is turned back into the original. If anything here
-fails, the original is handed over and only the recording of C++'s own calls is lost.
+C++ ignores Python methods of a plain ProcessGroup, but calls those of a Python subclass. So C++ (the reducer, the registry of
+group names, two functions of DDP's setup) gets a proxy: a ProcessGroup of the same name that shares the backends of the
+original and records each call. Python code never gets a proxy: the registry returns the original. If anything here fails, C++
+gets the original, and its calls are not recorded.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class RecordingProxyGroup(dist.ProcessGroup):
-    """A group for C++ to hold. `original` is the group it stands for."""
+    """A proxy of the group `original` for C++."""
 
     original: dist.ProcessGroup
-    waits_block: Callable[[], bool]  # gloo: wait() returns when the call is over
+    waits_block: Callable[[], bool]  # whether wait() returns after completion, as in gloo
 
 
 class WaitedWork(dist.Work):
-    """Hands C++ a Work whose wait() goes through Python: gloo's reduce_scatter never says by itself that it is over."""
+    """A Work whose wait() calls Python, for C++: gloo's reduce_scatter does not report completion otherwise."""
 
     def __init__(self, inner: dist.Work) -> None:
         super().__init__()
@@ -56,12 +55,11 @@ def _forward(method: str) -> Function:
 
 for _method in internals.TRAMPOLINE:
     if hasattr(dist.ProcessGroup, _method):
-        # Their code is that of `call`, nested in `_forward`.
         setattr(RecordingProxyGroup, _method, _forward(_method))
 
 
 class RecordingProxies:
-    """Makes proxies and hands them to C++."""
+    """Creates proxies and passes them to C++."""
 
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
@@ -69,36 +67,36 @@ class RecordingProxies:
         self._reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, RecordingProxyGroup] = (
             weakref.WeakKeyDictionary()
         )
-        self._replaced = internals.Replaced()  # of the hook, once installed
-        self._refused = False  # C++ did not take a proxy: it gets no other
+        self._replaced = internals.Replaced()  # replaced by the hook's in `install`
+        self._refused = False  # C++ has refused a proxy: no further ones are created
 
     def install(self, replaced: internals.Replaced) -> None:
-        """Wraps the places where C++ is handed a group, and re-registers the groups that exist already."""
+        """Wraps the functions that pass a group to C++, and re-registers existing groups."""
         self._replaced = replaced
         for function in internals.DDP_FUNCTIONS:
             self._wrap_function(function, self._with_proxy)
         self._wrap_reducer()
         registry = (internals.REGISTER, internals.UNREGISTER, internals.RESOLVE)
         if not all(internals.homes_of(name)[1] for name in registry):
-            return  # without one of them Python would get to see a proxy
+            return  # otherwise Python code could get a proxy
         self._wrap_function(internals.RESOLVE, self._resolve)
         self._wrap_function(internals.REGISTER, self._register)
         self._wrap_function(internals.UNREGISTER, self._unregister)
         self._wrap_function(internals.UNREGISTER_ALL, self._unregister_all)
         for name, group in internals.named_groups():
-            with contextlib.suppress(*TORCH_ERRORS):  # a group that is half gone
+            with contextlib.suppress(*TORCH_ERRORS):  # the group is being destroyed
                 self._swap(name, group)
 
     def take_back(self) -> None:
-        """The registry holds the groups themselves again; C++ keeps the proxies that it holds, which work on unrecorded."""
+        """Registers the original groups again. Proxies that C++ still holds keep working, without recording."""
         for name, proxy in list(self._registered.items()):
-            with contextlib.suppress(*TORCH_ERRORS):  # gone meanwhile
+            with contextlib.suppress(*TORCH_ERRORS):  # destroyed meanwhile
                 self._original(internals.UNREGISTER)(name)
                 self._original(internals.REGISTER)(name, proxy.original)
         self._registered.clear()
 
     def proxy(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A recording proxy of a plain ProcessGroup; the group itself where that is impossible or not needed."""
+        """A proxy of a plain ProcessGroup; the group itself if that is impossible or not needed."""
         if type(group) is not dist.ProcessGroup or self._hook.writer is None or self._refused:
             return group
         made: dist.ProcessGroup | None = self._hook._part(internals.CPP_CALLS, self._make, group)
@@ -106,12 +104,12 @@ class RecordingProxies:
 
     def _make(self, group: dist.ProcessGroup) -> RecordingProxyGroup | None:
         if not internals.backends(group):
-            return None  # unfinished: it would have no backend
+            return None  # unfinished: the proxy would have no backend
         make: Any = RecordingProxyGroup
-        # the constructor that takes a store cannot make a subclass
+        # the constructor with a store does not support subclasses
         proxy: RecordingProxyGroup = make(group.rank(), group.size())
         proxy.original = group
-        # asked late: members are not known yet
+        # evaluated late, because the members are unknown here
         proxy.waits_block = lambda: bool(self._hook.guard(lambda: self._hook.group(group).counters.blocking))
         internals.make_like(group, proxy)
         internals.check_like(group, proxy)
@@ -148,7 +146,7 @@ class RecordingProxies:
         group = original(*args, **kwargs)
         return group.original if isinstance(group, RecordingProxyGroup) else group
 
-    # -- handing a proxy to C++ -----------------------------------------------------------------------------------
+    # -- passing a proxy to C++ -----------------------------------------------------------------------------------
 
     def _with_proxy(self, original: Function, args: Args, kwargs: Kwargs) -> object:
         return self._hand_over(original, args, kwargs)[0]
@@ -156,8 +154,8 @@ class RecordingProxies:
     def _hand_over(
         self, original: Function, args: Args, kwargs: Kwargs
     ) -> tuple[Any, RecordingProxyGroup | None]:
-        """Calls C++ with a proxy in the place of the group, wherever among the arguments that is; (result, proxy). Where
-        C++ refuses the proxy before any collective is made, the group itself is used."""
+        """Calls C++ with a proxy instead of the group among the arguments; (result, proxy). If C++ refuses the proxy before
+        any collective, the call is repeated with the group."""
         group = next((given for given in (*args, *kwargs.values()) if type(given) is dist.ProcessGroup), None)
         proxy, writer = group if group is None else self.proxy(group), self._hook.writer
         if not isinstance(proxy, RecordingProxyGroup) or writer is None:
@@ -168,8 +166,8 @@ class RecordingProxies:
             return original(*(proxy if given is group else given for given in args), **ours), proxy
         except Exception as error:
             if self._hook.writer is None or writer.box.get("next_id") != made:
-                raise  # the ranks have talked: what was raised is the program's
-            result = original(*args, **kwargs)  # raises the same where it was not about the proxy
+                raise  # collectives were made, so the error is not about the proxy
+            result = original(*args, **kwargs)  # raises the same error if it was not about the proxy
             self._hook.lost(internals.CPP_CALLS, error)
             self._refused = True
             self._hook.guard(self.take_back)
@@ -189,7 +187,7 @@ class RecordingProxies:
     # -- wrapping functions -------------------------------------------------------------------------------------
 
     def _wrap_function(self, name: str, around: Function) -> None:
-        """Wraps a function of _distributed_c10d in every module of torch that has taken it by name."""
+        """Wraps a function of _distributed_c10d in every module of torch that has imported it by name."""
         original, homes = internals.homes_of(name)
 
         def wrapper(*args: object, **kwargs: object) -> object:

@@ -1,10 +1,10 @@
-"""Functions of torch.distributed that wait for other ranks and are no collectives. Runs in the rank.
+"""Records functions of torch.distributed that wait for other ranks, but are not collectives. Runs in the rank.
 
-A rank that hangs in `init_process_group` or `new_group` has made no call yet, and one that has destroyed its groups
-makes none any more: the box says which of them it is inside, how many it has finished, and what it has destroyed.
+A rank that hangs in `init_process_group` or `new_group` has no call yet, and one that has destroyed its groups makes no more
+calls. The box therefore contains the function that the rank is in, the number of finished ones, and the destroyed groups.
 
-Members of a group meet at the address of its store. Processes of different worlds that meet at one address are in one
-group, whatever rank each has in its own world.
+Also records the address of a group's store: processes of different worlds with the same address are in one group, whatever
+their rank in their own world.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_MEMBERS = 64
 
 
 class Stores:
-    """The stores of groups that are made without init_process_group: torch does not tell them afterwards."""
+    """The stores of groups that are created without init_process_group, which torch does not expose later."""
 
     def __init__(self, guard: ErrorGuard) -> None:
         self._guard = guard
@@ -46,7 +46,7 @@ class Stores:
         self._stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def install(self, replaced: Replaced) -> None:
-        """Looks at what the classes of groups, and PrefixStore, are made with."""
+        """Wraps the constructors of groups and of PrefixStore."""
         for name in (*CLASSES, "PrefixStore"):
             kind = getattr(dist, name, None)
             original = vars(kind).get("__init__") if kind is not None else None
@@ -69,12 +69,12 @@ class Stores:
         store = self._stores.get(group)
         try:
             store = group_store(group) if store is None else store
-        except TORCH_ERRORS:  # a group that torch does not know, or that is not finished
+        except TORCH_ERRORS:  # unknown to torch, or unfinished
             return "", ""
         return address_of(store), self._prefixes.get(store, "")
 
     def elsewhere(self, group: Any) -> tuple[str, str]:
-        """(address, prefix) of a group that does not meet where the world of this process does; "" for one that does."""
+        """(address, prefix) of a group whose store is not that of this process's world, else ("", "")."""
         address, prefix = self.find(group)
         if dist.is_initialized() and (group is dist.group.WORLD or address == self.find(dist.group.WORLD)[0]):
             return "", ""
@@ -82,7 +82,7 @@ class Stores:
 
 
 def address_of(store: Any) -> str:
-    """ "host:port" or the path of a file; "" for a store that only this process sees. A loopback address is this host's."""
+    """ "host:port" or a file path; "" for a store inside this process. A loopback address becomes the host name."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if path := getattr(store, "path", ""):
@@ -94,7 +94,7 @@ def address_of(store: Any) -> str:
 
 
 def install(hook: Hook, replaced: Replaced) -> None:
-    """Wraps the functions wherever a module has taken them by name, the user's own included."""
+    """Wraps the functions in every module that has imported them by name, including the user's."""
     for name in SETUP_CALLS:
         original = getattr(dist, name)
         wrapper = _wrap(hook, original, name)
@@ -130,7 +130,7 @@ def _enter(hook: Hook, name: str, args: Args, kwargs: Kwargs) -> None:
         hook.on_rank(_number(given, "rank"), _meeting(given))
     elif name == "destroy_process_group":
         group = args[0] if args else kwargs.get("group")
-        # a rank outside the group passes a number
+        # a rank that is not in the group passes an int
         if group is None or isinstance(group, dist.ProcessGroup):
             hook.destroyed(None if group is dist.group.WORLD else group)
 
@@ -146,10 +146,10 @@ def _members(args: Args, kwargs: Kwargs) -> str:
 
 
 def _leave(hook: Hook, outer: int, name: str, failed: bool) -> None:
-    """Notes that the call has ended. One of init_process_group that failed is not finished: the rank has not joined."""
+    """Records the end of the call. A failed init_process_group does not count as finished, because the rank has not joined."""
     box = hook.installed.box
     if failed and name == "init_process_group":
-        box.set(inside=outer)  # since when it waited is worth more than when it failed
+        box.set(inside=outer)  # keeps the start time, which is more useful than the time of the failure
         return
     box.set(inside=outer, setups=box.get("setups") + 1, inside_ns=time.time_ns())
     if name == "init_process_group" and dist.is_initialized():
@@ -157,7 +157,7 @@ def _leave(hook: Hook, outer: int, name: str, failed: bool) -> None:
 
 
 def _number(given: dict[str, object], name: str) -> int:
-    """An argument of init_process_group, or what torch takes from the environment instead; -1 unknown."""
+    """An argument of init_process_group, or the variable that torch uses instead; -1 unknown."""
     value = given.get(name)
     if isinstance(value, int) and value >= 0:
         return value
@@ -171,7 +171,7 @@ def _by_environment(given: dict[str, object]) -> bool:
 
 
 def _meeting(given: dict[str, object]) -> Rendezvous:
-    """Where init_process_group meets the others; no address where the program brings its own store."""
+    """The rendezvous of init_process_group; without an address if the program passes its own store."""
     address = store = ""
     if _by_environment(given):
         address = launched_at()

@@ -1,6 +1,6 @@
-"""The side thread of a recorder, and how a process ends: exit, exception, signal, fork. Runs in the rank.
+"""The side thread of a recorder, which checks for completed calls, and handlers for exit, exception and fork.
 
-The thread looks for completed calls a few times a second.
+Runs in the rank.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from allranks.recording.writer import warn_once
 if TYPE_CHECKING:
     from allranks.recording.recorder import Recorder
 
-MAX_TIMEOUT_DUMPS = 3  # the first timeouts tell the story; later ones are its consequences
-# "[/build/gloo/pair.cc:553] " says less than what follows
+MAX_TIMEOUT_DUMPS = 3  # later timeouts are usually consequences of the first
 _WORKER = re.compile(
     r"Caught \w+ in (?P<who>.*?)\.\nOriginal Traceback \(most recent call last\):\n(?P<trace>.*)", re.S
 )
 _FRAME = re.compile(r'^  File "(.+?)", line (\d+)', re.M)
-MAX_ERROR = 64 << 10  # characters of an error that are looked at
+MAX_ERROR = 64 << 10  # characters of an error that are parsed
+#: A prefix such as "[/build/gloo/pair.cc:553] ".
 _SOURCE_LINE = re.compile(r"^(\[[^\]\s]*:\d+\]\s*)+")
 _recorders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class SideThread:
-    """Everything of a recorder that happens beside the training step. `start()` and `stop()` own the thread."""
+    """The part of a recorder that runs outside the training step. `start()` and `stop()` own the thread."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._told = ErrorGuard(
-            lambda error: print(f"allranks: at the end of the program: {error!r}", file=sys.stderr)
+        self._guard = ErrorGuard(
+            lambda error: print(f"allranks: error in an exit handler: {error!r}", file=sys.stderr)
         )
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._timeouts = 0
-        self._dumped = threading.Event()  # the first dump of a timeout is on disk
+        self._dumped = threading.Event()  # set when the first dump of a timeout is on disk
         self._previous_hook: Any = None
 
     def start(self) -> None:
@@ -68,7 +68,7 @@ class SideThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread and gives the exits back."""
+        """Stops the thread and removes the handlers."""
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._previous_hook
@@ -88,14 +88,14 @@ class SideThread:
                 writer.sweep(everything=True)
         except Exception as error:  # a thread's entry
             if not sys.is_finalizing():
-                warn_once(f"the ends of some calls are recorded late: {error!r}; training continues")
+                warn_once(f"the completion of some calls is recorded late: {error!r}; training continues")
 
     # -- exits --------------------------------------------------------------------------------------------------
 
     def _at_exit(self) -> None:
-        self._told(self._leave)
+        self._guard(self._close)
 
-    def _leave(self) -> None:
+    def _close(self) -> None:
         recorder = self._recorder
         if not recorder.active_process:
             return
@@ -106,7 +106,7 @@ class SideThread:
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        self._told(self._note_exception, kind, error, trace)
+        self._guard(self._note_exception, kind, error, trace)
         self._previous_hook(kind, error, trace)
 
     def _note_exception(
@@ -114,7 +114,7 @@ class SideThread:
     ) -> None:
         recorder = self._recorder
         if recorder.active and recorder.box is not None:
-            text = without_secrets(_SOURCE_LINE.sub("", str(error).strip()[:MAX_ERROR]))  # room is short
+            text = without_secrets(_SOURCE_LINE.sub("", str(error).strip()[:MAX_ERROR]))
             line, text = _of_worker(text) or (user_line(trace), text)
             place = f" ({line})" if line else ""
             closed = f"exception: {kind.__name__}{place}: {text}".removesuffix(": ")
@@ -123,9 +123,9 @@ class SideThread:
             if "exception" in recorder.options.dump_on and not issubclass(kind, KeyboardInterrupt):
                 self._dump("exception")
 
-    def _timed_out(self, news: bool) -> None:
-        """Writes a dump of the first timeouts; a second thread that meets the same one waits for it to be there."""
-        if not news:
+    def _timed_out(self, first: bool) -> None:
+        """Writes a dump for the first timeouts; another thread with the same timeout waits until it is on disk."""
+        if not first:
             self._dumped.wait(timeout=5.0)
             return
         self._timeouts += 1
@@ -134,7 +134,7 @@ class SideThread:
             self._dumped.set()
 
     def _dump(self, reason: str) -> None:
-        """A dump that must never do harm: its own errors are only told (a full disk, a half-finished interpreter)."""
+        """Writes a dump; errors, such as a full disk or interpreter shutdown, are only printed."""
 
         def dump() -> None:
             write_native(self._recorder.dump_file(reason=reason), self._recorder.rank)
@@ -143,7 +143,7 @@ class SideThread:
 
 
 def user_line(at: TracebackType | FrameType | None) -> str:
-    """ "train.py:44": the innermost line of a traceback or stack that belongs neither to a library nor to us; "" without one."""
+    """ "train.py:44": the innermost line of the user's code in a traceback or stack; "" if there is none."""
     stack = [*traceback.walk_stack(at)][::-1] if isinstance(at, FrameType) else traceback.walk_tb(at)
     return _innermost((frame.f_code.co_filename, line) for frame, line in stack)
 
@@ -157,18 +157,20 @@ def _innermost(lines: Iterable[tuple[str, int]]) -> str:
 
 
 def _of_worker(text: str) -> tuple[str, str] | None:
-    """Place and text of what was raised in a DataLoader worker: torch raises it again in the rank, as a text with its traceback."""
+    """(line, text) of an exception in a DataLoader worker, which torch re-raises in the rank as text with a traceback."""
     found = _WORKER.match(text)
     if found is None:
         return None
     frames = [(file, int(line)) for file, line in _FRAME.findall(found["trace"])]
-    said = re.split(r"^ .*\n", found["trace"], flags=re.M)[-1].strip().partition(": ")[2]
-    return _innermost(frames), f"{said} (in {found['who']})".lstrip()
+    message = re.split(r"^ .*\n", found["trace"], flags=re.M)[-1].strip().partition(": ")[2]
+    return _innermost(frames), f"{message} (in {found['who']})".lstrip()
 
 
 def describe_exit(error: SystemExit | KeyboardInterrupt) -> str:
-    """ "exit code 3 (sys.exit at train.py:44): TEXT"; "" for 0. TEXT: of sys.exit, or of the exception that was being handled.
-    An interrupt as any exception: where it came is where the program was."""
+    """ "exit code 3 (sys.exit at train.py:44): TEXT", with the text of sys.exit or of the exception being handled.
+
+    "" for code 0; an interrupt is described as an exception.
+    """
     if isinstance(error, KeyboardInterrupt):
         return f"exception: KeyboardInterrupt ({user_line(error.__traceback__)})"
     code, handled = error.code, error.__context__
@@ -182,23 +184,23 @@ def describe_exit(error: SystemExit | KeyboardInterrupt) -> str:
 
 
 def wake_agent() -> None:
-    """Tells the agent to look at the box now: exit handlers may take seconds before the process is gone."""
+    """Makes the agent read the box now: exit handlers may take seconds before the process exits."""
     agent = os.environ.get("ALLRANKS_AGENT_PID", "")
     if agent.isdigit():
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as door:
-            door.setblocking(False)
-            door.sendto(b"!", wakeup_address(int(agent)))
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.setblocking(False)
+            sock.sendto(b"!", wakeup_address(int(agent)))
 
 
 def write_native(dump: Path, rank: int) -> None:
-    """Puts torch's own rings beside a dump of ours, each in a folder of its own: NAME.nccl/rank_R, NAME.fr/rank_R."""
+    """Writes torch's own rings next to our dump, each in its own folder: NAME.nccl/rank_R, NAME.fr/rank_R."""
     for source, data in native_dumps().items():
         folder = dump.parent.with_name(f"{dump.parent.name}.{source.replace(os.sep, '_')}")
         write_atomically(folder / f"rank_{max(rank, 0)}", data)
 
 
 def _in_child() -> None:
-    """A forked child (a DataLoader worker) records nothing into its parent's box."""
+    """Disables recording in a forked child, such as a DataLoader worker."""
     for recorder in list(_recorders):
         recorder.abandon_in_child()
     _recorders.clear()

@@ -1,10 +1,9 @@
-"""Python stacks as small numbers: walk the frames, look the walk up, describe it only when it is new.
+"""Interns Python stacks. Runs in the rank, on the hot path.
 
-Runs in the rank on the hot path. `_fast.c` walks the frames; the key of a stack is made of its code objects and
-instructions, so a stack seen before costs a lookup; what is recorded of a stack is made here, once per distinct one. User frames come first: plumbing of
-torch.distributed and of allranks is left out, and of other library code only the innermost few frames are kept, so
-that eight frames reach the user's line even from inside FSDP. A call that C++ makes on a thread of its own, or a hook
-that autograd runs there, has no user frame: the frames of the main thread, which waits in backward(), follow.
+`_fast.c` walks the frames and looks the stack up by its code objects and instructions. Only a new stack is described here.
+Frames of torch.distributed's and allranks' plumbing are skipped, and only the innermost few library frames are kept, so that
+eight frames reach the user's line even inside FSDP. A call on a thread of C++, such as autograd's, has no user frame; the
+frames of the main thread, which waits in backward(), are appended.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from allranks.blackbox.file_writer import Box
 from allranks.blackbox.layout import Item
 from allranks.recording.options import fast
 
-MAX_STACKS = 20_000  # distinct stacks remembered; further ones are recorded without a stack
+MAX_STACKS = 20_000  # distinct stacks; later ones are not recorded
 
 _PLUMBING_STARTS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<frozen")
-_LIBRARY_PARTS = ("/site-packages/", "/dist-packages/")  # of the distribution, the user, any environment
+_LIBRARY_PARTS = ("/site-packages/", "/dist-packages/")
 _PLUMBING_ENDS = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/c10d_logger.py",
@@ -35,7 +34,7 @@ _PLUMBING_ENDS = (
 
 
 class Stacks:
-    """Turns stacks into ids of the black box."""
+    """Maps stacks to ids of the black box."""
 
     def __init__(self, box: Box, depth: int) -> None:
         self._box = box
@@ -44,7 +43,7 @@ class Stacks:
         self.engine = fast().Stacks(depth, threading.main_thread().ident or 0, *known)  # -1: a new stack
 
     def at(self, frame: FrameType | None) -> int:
-        """The id of the stack that starts at `frame`; 0 when there is none or the table is full."""
+        """The id of the stack that starts at `frame`; 0 without a stack or if the table is full."""
         found: int = self.engine.capture(frame)
         if found >= 0 or self._count >= MAX_STACKS or frame is None:
             return max(found, 0)
@@ -60,7 +59,7 @@ class Stacks:
 
 @functools.cache
 def library_roots() -> tuple[str, ...]:
-    """Folders of code that is not the user's: Python's own, installed packages, torch wherever it is."""
+    """Folders of library code: Python's own, installed packages, torch."""
     paths = [sysconfig.get_paths().get(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     torch = sys.modules.get("torch")
     spec = importlib.util.find_spec("torch") if torch is None else None

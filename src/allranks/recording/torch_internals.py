@@ -1,6 +1,6 @@
-"""What the recorder calls of torch that is not public; allranks/torch_private.py lists the names. Runs in the rank.
+"""Private APIs of torch that the recorder uses; allranks/torch_private.py lists the names. Runs in the rank.
 
-Other files of `recording` use torch's public names and this file. `missing` is asked when recording starts.
+Other files of `recording` use only torch's public API and this file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from allranks.recording.options import TORCH_ERRORS
 from allranks.torch_private import C10D, PRIVATE, RECORDED
 
 Backend = c10d.Backend
-Torch: TypeAlias = Any  # something of torch that has no type of its own, or another one in each version
-#: Functions of c10d that are handed a process group by C++'s users: the registry of names, and two of DDP's set-up.
+Torch: TypeAlias = Any  # an object of torch without a stable type
+#: Functions of c10d that pass a process group to C++: the registry of names, and two functions of DDP's setup.
 REGISTER, UNREGISTER = "_register_process_group", "_unregister_process_group"
 UNREGISTER_ALL, RESOLVE = "_unregister_all_process_groups", "_resolve_process_group"
 DDP_FUNCTIONS = ("_broadcast_coalesced", "_verify_params_across_processes")
-#: Methods around a batch of calls that is sent at once.
+#: Methods around a batch of calls.
 START_BATCH, END_BATCH = "_start_coalescing", "_end_coalescing"
-#: Methods that C++'s trampoline looks up on a Python subclass of ProcessGroup, over the versions of torch.
+#: Methods that C++ looks up on a Python subclass of ProcessGroup, in all versions of torch.
 _TRAMPOLINE_TEXT = (
     "allreduce allreduce_coalesced broadcast allgather allgather_into_tensor_coalesced "
     "all_gather_single_coalesced reduce_scatter reduce_scatter_tensor_coalesced "
@@ -41,17 +41,17 @@ _TRAMPOLINE_TEXT = (
 )
 TRAMPOLINE = tuple(_TRAMPOLINE_TEXT.split())
 CPP_CALLS = "calls made by C++ (DDP, functional collectives)"
-#: Before 2.7 C++ lets go of the Python half of a Work that a proxy gives it, and then waits for ever.
+#: Before 2.7, C++ drops the Python part of a Work returned by a proxy, and then waits forever.
 FIRST_WITH_PROXIES = (2, 7)
 
 
 def version() -> tuple[int, ...]:
-    """(2, 15) of "2.15.0+cu132"."""
+    """(2, 15) for "2.15.0+cu132"."""
     return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
 def missing(private: dict[str, tuple[str, str]] = PRIVATE) -> list[str]:
-    """What this version of torch does not let us record, as sentences; [] when nothing is lost."""
+    """What cannot be recorded with this version of torch, as sentences; [] if everything can."""
     lost: dict[str, list[str]] = {}
     for name, (_, what) in private.items():
         found: Torch = c10d
@@ -63,14 +63,14 @@ def missing(private: dict[str, tuple[str, str]] = PRIVATE) -> list[str]:
 
 
 class Replaced(list[tuple[object, str, object, Torch]]):
-    """What we have put in the place of something: (owner, name, ours, the original)."""
+    """Replaced attributes: (owner, name, replacement, original)."""
 
     def put(self, owner: object, name: str, ours: object, original: object) -> None:
         setattr(owner, name, ours)
         self.append((owner, name, ours, original))
 
     def restore(self) -> None:
-        """Puts everything back, unless somebody else has wrapped it since."""
+        """Restores the originals, unless other code has wrapped them since."""
         while self:
             owner, name, ours, original = self.pop()
             if vars(owner).get(name) is ours:
@@ -83,9 +83,9 @@ class Replaced(list[tuple[object, str, object, Torch]]):
 def describe_group(
     group: c10d.ProcessGroup, world_size: int, members: tuple[int, ...] = ()
 ) -> tuple[str, str, tuple[int, ...], str]:
-    """(name, description, global ranks, backend) of a ProcessGroup or a bare Backend, as far as it tells.
+    """(name, description, global ranks, backend) of a ProcessGroup or a bare Backend, as far as known.
 
-    `members` are its ranks as far as we know them ourselves: torch does not tell those of a group that was split off.
+    `members` are the ranks of a split group, which torch does not expose.
     """
     name = _text(group, "group_name") or _text(options_of(group), "group_name")
     return name, _text(group, "group_desc"), members or _ranks(group, world_size), _backend_name(group)
@@ -94,19 +94,19 @@ def describe_group(
 def _text(group: Torch, attribute: str) -> str:
     try:
         return str(getattr(group, attribute, "") or "")
-    except TORCH_ERRORS:  # a property of an unfinished C++ group may raise anything
+    except TORCH_ERRORS:  # an unfinished group
         return ""
 
 
 def _ranks(group: c10d.ProcessGroup, world_size: int) -> tuple[int, ...]:
-    """Global ranks of a group, in its own order; () unknown."""
+    """Global ranks of a group, in group order; () unknown."""
     if mapping := _of_world("pg_group_ranks").get(group):
         return tuple(sorted(mapping, key=mapping.__getitem__))
     if listed := getattr(options_of(group), "global_ranks_in_group", None):
         return tuple(int(rank) for rank in listed)
     try:
         size = int(group.size())
-    except TORCH_ERRORS:  # as above
+    except TORCH_ERRORS:  # an unfinished group
         return ()
     if world_size < 0 and distributed_c10d.is_initialized():
         world_size = distributed_c10d.get_world_size()
@@ -114,28 +114,28 @@ def _ranks(group: c10d.ProcessGroup, world_size: int) -> tuple[int, ...]:
 
 
 def _backend_name(group: c10d.ProcessGroup) -> str:
-    """ "nccl", "gloo", …; "cpu:gloo,cuda:nccl" for a group that has several."""
+    """ "nccl", "gloo", …; "cpu:gloo,cuda:nccl" for a group with several backends."""
     try:
-        config = _of_world("pg_map").get(group)  # what it was made with
+        config = _of_world("pg_map").get(group)
         if config and config[0] not in ("", "undefined"):
             return str(config[0])
         names = {str(device.type): str(backend.name()) for device, backend in backends(group)}
         if len(set(names.values())) > 1:
             return ",".join(f"{device}:{name}" for device, name in sorted(names.items()))
         return next(iter(names.values()), "") or str(group.name())
-    except TORCH_ERRORS:  # as above
+    except TORCH_ERRORS:  # an unfinished group
         return ""
 
 
 def group_store(group: c10d.ProcessGroup) -> Torch:
-    """Where its members meet; KeyError for a group that torch does not know."""
+    """The store of a group; KeyError if torch does not know the group."""
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return _of_world("pg_map")[group][1]
 
 
 def named_groups() -> list[tuple[str, c10d.ProcessGroup]]:
-    """Groups that exist already, by name."""
+    """Existing groups, by name."""
     return [(name, group) for group, name in _of_world("pg_names").items()]
 
 
@@ -145,13 +145,15 @@ def _of_world(table: str) -> dict[Torch, Torch]:
 
 
 def backends(group: c10d.ProcessGroup) -> list[tuple[Torch, Torch]]:
-    """(device, backend) of a group; [] while it is unfinished."""
+    """The (device, backend) pairs of a group; [] while it is unfinished."""
     return [(device, group._get_backend(device)) for device in getattr(group, "_device_types", [])]
 
 
 def options_of(group: Torch) -> Torch:
-    """Of a group or a backend; None where it has none. A backend that is written in Python and has none asks itself without an
-    end (torch 2.15), and with Python 3.12 that ends the process."""
+    """The options of a group or a backend, or None.
+
+    In torch 2.15, `options` of a Python backend without any recurses infinitely, which kills a process of Python 3.12.
+    """
     inherited = getattr(Backend, "options", None)
     if inherited is not None and getattr(type(group), "options", None) is inherited:
         return None
@@ -161,17 +163,16 @@ def options_of(group: Torch) -> Torch:
 def timeout_ms(group: c10d.ProcessGroup) -> int:
     """The timeout of a group or of one of its backends in milliseconds; 0 unknown."""
     candidates = [group]
-    with contextlib.suppress(*TORCH_ERRORS):  # a property of an unfinished C++ group may raise anything
+    with contextlib.suppress(*TORCH_ERRORS):  # an unfinished group
         candidates += [backend for _, backend in backends(group)]
     found = (getattr(options_of(candidate), "_timeout", None) for candidate in candidates)
     return next((int(t.total_seconds() * 1000) for t in found if isinstance(t, timedelta)), 0)
 
 
 def make_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
-    """Gives `proxy`, a Python subclass of ProcessGroup, the backends and the name of `group`.
+    """Sets backends and name of `proxy`, a Python subclass of ProcessGroup, to those of `group`.
 
-    C++ finds a backend by its device or by its type, and must find the same one in both groups. Raises where that is
-    impossible: the caller then uses the group itself.
+    C++ finds a backend by device or by type, and must find the same one in both groups. Raises if that is impossible.
     """
     default = _backend_type(str(group._get_backend_name()))
     _bind_device(group, proxy)
@@ -183,31 +184,30 @@ def make_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
 
 
 def check_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
-    """Raises unless C++ finds the same in both groups."""
+    """Raises unless C++ finds the same backends in both groups."""
     same = all(proxy._get_backend(device) is backend for device, backend in backends(group))
     if not same or proxy._get_backend_name() != group._get_backend_name():
         raise LookupError(f"a proxy of {group.group_name} finds another backend")
-    # each asks its default backend
     if hasattr(group, "_has_hooks") and group._has_hooks() != proxy._has_hooks():
         raise LookupError(f"a proxy of {group.group_name} has other hooks")
 
 
 def _type_in(group: c10d.ProcessGroup, device: Torch, backend: Torch, default: Torch) -> Torch:
-    """The type under which a group keeps a backend. Its name does not say: "nccl" may be a custom type, and the backend
-    of a custom type may be called "gloo"."""
+    """The type under which a group keeps a backend. It cannot be derived from the name: "nccl" may be a custom type, and the
+    backend of a custom type may be named "gloo"."""
     likely = [default, _backend_type(str(backend.name()))]
     for kind in (*likely, *c10d.ProcessGroup.BackendType.__members__.values()):
         probe = c10d.ProcessGroup(group.rank(), group.size())
         _bind_device(group, probe)
         probe._register_backend(device, kind, backend)
-        with contextlib.suppress(RuntimeError):  # the group has none of this type
+        with contextlib.suppress(RuntimeError):  # the group has no backend of this type
             if group._backend_id(kind) == probe._backend_id(kind):
                 return kind
     raise LookupError(f"group {group.group_name} keeps its backend {backend.name()} under no known type")
 
 
 def _bind_device(group: c10d.ProcessGroup, other: c10d.ProcessGroup) -> None:
-    """Before a backend is registered, which then takes the device from its group."""
+    """Copies the bound device, which a backend takes over when it is registered."""
     if getattr(group, "bound_device_id", None) is not None:
         other.bound_device_id = group.bound_device_id
 
@@ -218,13 +218,13 @@ def _backend_type(name: str) -> Torch:
 
 
 def work_classes() -> list[Torch]:
-    """Classes of Work that have a wait() of their own."""
+    """Classes of Work with their own wait()."""
     kinds = [kind for kind in vars(c10d).values() if isinstance(kind, type) and issubclass(kind, c10d.Work)]
     return [kind for kind in kinds if "wait" in vars(kind)]
 
 
 def homes_of(function: str) -> tuple[Torch, list[Torch]]:
-    """A function of c10d and the modules of torch that have taken it by name; (None, []) when there is none."""
+    """A function of c10d and the modules of torch that have imported it by name; (None, []) if it does not exist."""
     original = getattr(c10d, function, None)
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("torch.distributed") and m]
     return original, [
@@ -233,7 +233,7 @@ def homes_of(function: str) -> tuple[Torch, list[Torch]]:
 
 
 def own_rings() -> dict[str, Callable[..., Torch]]:
-    """torch's own recorders: "nccl" (CUDA builds), "fr" of gloo, and "fr-NAME" of each other backend (torch 2.15)."""
+    """torch's own recorders: "nccl" (CUDA builds), "fr" for gloo, and "fr-NAME" for other backends (torch 2.15)."""
     found = {"nccl": c10d._dump_nccl_trace} if hasattr(c10d, "_dump_nccl_trace") else {}
     dump = getattr(c10d, "_dump_fr_trace", None)
     if dump is not None:
@@ -244,18 +244,20 @@ def own_rings() -> dict[str, Callable[..., Torch]]:
 
 
 def _ring_names() -> list[str]:
-    """Backends other than gloo that may have a ring: those that a program can name, and those of its groups, which may
-    call themselves otherwise."""
+    """Backends other than gloo that may have a ring: registered ones, and those of groups, whose names may differ."""
     names = {str(name).lower() for name in getattr(distributed_c10d.Backend, "backend_list", ())}
     for _, group in named_groups():
-        with contextlib.suppress(*TORCH_ERRORS):  # a group that is half gone
+        with contextlib.suppress(*TORCH_ERRORS):  # the group is being destroyed
             names |= {str(backend.name()) for _, backend in backends(group)}
     return sorted(names - {"gloo", "undefined"})
 
 
 def members_by_handles(handles: Torch, first: tuple[int, ...]) -> tuple[int, ...]:
-    """Global ranks of a group that is reconfigured with these handles, in its new order; () unknown. `first` are those
-    that it was made with. gloo's handle is gloo:RANK:UUID:FIRST RANK:…, and only a list says the order."""
+    """Global ranks of a group after `reconfigure` with these handles, in the new order; () unknown.
+
+    `first` are the ranks that the group was created with. A handle of gloo is gloo:RANK:UUID:FIRST RANK:…; only a list of
+    handles has an order.
+    """
     if not isinstance(handles, list):
         return ()
     places = []
@@ -270,7 +272,7 @@ def members_by_handles(handles: Torch, first: tuple[int, ...]) -> tuple[int, ...
 # -- CUDA -------------------------------------------------------------------------------------------------------
 
 
-#: Methods that end the capture of a graph: torch 2.15 ends it in the second, and does other things before it is whole.
+#: Methods that end the capture of a graph: torch 2.15 ends it in the second.
 CAPTURE_ENDS = ("capture_end", "capture_end_pre")
 
 
@@ -281,8 +283,8 @@ def cuda_graph() -> Torch:
 
 
 def event_functions() -> tuple[Torch, ...] | None:
-    """What `_fast.Markers` needs: torch's answers to "is CUDA in use, which device, which stream", and the addresses of
-    four functions of CUDA's driver. None without CUDA."""
+    """Arguments of `_fast.Markers`: torch's functions for "is CUDA initialized", device and stream, and the addresses of
+    four functions of the CUDA driver. None without CUDA."""
     names = ("_cuda_getDevice", "_cuda_getCurrentRawStream")
     if torch.version.cuda is None or not all(hasattr(torch._C, name) for name in names):
         return None
@@ -299,19 +301,22 @@ def event_functions() -> tuple[Torch, ...] | None:
 
 
 # -- the compiler -----------------------------------------------------------------------------------------------
-# While compiled code runs, dynamo looks at every Python frame that starts, also at those that C++ starts on its own:
-# our wrappers under a functional collective would be compiled, or fail to be. Code objects are marked to be skipped
-# through torch's C interface, which costs nothing later and does not import the compiler.
+# While compiled code runs, dynamo inspects every new Python frame, also those started by C++. Our wrappers inside a
+# functional collective would be compiled, or fail to compile. So their code objects are marked to be skipped through torch's
+# C interface, which has no later cost and does not import the compiler.
 
 
 def leave_graph(function: Torch) -> None:
-    """Code that is compiled leaves the graph at this function, as it did at the one that it wraps."""
+    """Makes compiled code break the graph at this function, as at the one that it wraps."""
     function._torchdynamo_disable = True
 
 
 def below_frame(original: Callable[..., Torch], method: str) -> Callable[..., Torch]:
-    """`original` for subclasses of ProcessGroup in Python that leave it as it is. What C++ finds there it takes for a method of
-    theirs, as ours is none of pybind's, and it would call that without an end but for a frame of this name with `self`."""
+    """Calls `original` from a Python frame with the name `method` and a `self`.
+
+    C++ takes our wrapper for an override in Python subclasses of ProcessGroup, and would call it recursively without such a
+    frame.
+    """
 
     def call(self: Torch, *args: Torch, **kwargs: Torch) -> Torch:
         return original(self, *args, **kwargs)
@@ -327,11 +332,11 @@ def below_frame(original: Callable[..., Torch], method: str) -> Callable[..., To
 
 
 def hide_from_compiler(*modules: ModuleType) -> None:
-    """Marks every function and method of these modules, and what they define inside."""
+    """Marks every function and method of these modules, including nested ones, to be skipped by the compiler."""
     skip = _skipper()
     for module in modules if skip is not None else ():
         for code in _codes(module):
-            with contextlib.suppress(*TORCH_ERRORS):  # another version of torch: it is compiled, or it is not
+            with contextlib.suppress(*TORCH_ERRORS):  # not supported by this version of torch
                 skip(code)
 
 
@@ -342,7 +347,7 @@ def _skipper() -> Torch:
         return None
     c: Torch = eval_frame
     if hasattr(c, "set_code_exec_strategy"):
-        skip = c._FrameExecStrategy(c._FrameAction.SKIP, c._FrameAction.SKIP)  # this frame and those below
+        skip = c._FrameExecStrategy(c._FrameAction.SKIP, c._FrameAction.SKIP)  # this frame and its callees
         return lambda code: c.set_code_exec_strategy(code, skip)
     return getattr(c, "skip_code", None)
 
@@ -367,8 +372,8 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 @contextlib.contextmanager
 def no_inductor() -> Iterator[None]:
-    """The first dump of torch's own ring with stacks looks for `torch._inductor`, which imports 800 modules: an empty
-    stand-in takes its place for the time of the dump unless it is there already."""
+    """Replaces `torch._inductor` by an empty module during a dump, unless it is imported: the first dump of torch's ring with
+    stacks would import its 800 modules."""
     if "torch._inductor" in sys.modules or "_inductor" in vars(torch):
         yield
         return
@@ -377,26 +382,26 @@ def no_inductor() -> Iterator[None]:
     try:
         yield
     finally:
-        if vars(torch).get("_inductor") is stand_in:  # the real one may have come meanwhile
+        if vars(torch).get("_inductor") is stand_in:  # else the real one was imported meanwhile
             del vars(torch)["_inductor"]
 
 
-VALUE_AT = 16  # in a pybind object: behind the reference count and the type
-BYTES = 64  # of the C++ value that are looked at; our fields are at its front
+VALUE_AT = 16  # in a pybind object: after the reference count and the type
+BYTES = 64  # of the C++ value that are searched
 NOWHERE = -1  # as in _fast.c
 
-#: Which argument of a method is what, as `_fast.c` takes it: how many, `self` included; then the places of outputs, inputs, their
-#: splits, options, peer and tag, 0 for none.
+#: The arguments of a method for `_fast.c`: their number, including `self`, then the positions of outputs, inputs, their splits,
+#: options, peer and tag; 0 for none.
 Form = tuple[int, ...]
-#: (type, address of the value, then reduce operator, root, timeout in ms in the value).
+#: (type, offset of the pointer to the value, offsets in the value of reduce operator, root and timeout in ms).
 Layout = tuple[Torch, int, int, int, int]
 _PLACES = (("out", "both"), ("in",), ("out_splits",), ("in_splits",), ("options",), ("peer",), ("tag",))
-_NO_OPTIONS: Layout = (type(None), 0, NOWHERE, NOWHERE, NOWHERE)  # of a method that takes none
+_NO_OPTIONS: Layout = (type(None), 0, NOWHERE, NOWHERE, NOWHERE)
 READ_IN_PYTHON: tuple[Form, Layout] = ((0,) * 8, _NO_OPTIONS)
 
 
 def form_of(method: Method) -> tuple[Form, Layout]:
-    """How `_fast.c` reads a call in the form in which torch.distributed makes it; READ_IN_PYTHON where it cannot."""
+    """How `_fast.c` reads a call in torch.distributed's form; READ_IN_PYTHON if it cannot."""
     words = [word for word in method.arguments.split() if word != "operator"]
     layout = layout_of(getattr(c10d, method.options)) if method.options else _NO_OPTIONS
     if layout is None or not (method.options or "peer" in words):
@@ -407,15 +412,18 @@ def form_of(method: Method) -> tuple[Form, Layout]:
 
 @functools.cache
 def layout_of(options: Torch) -> Layout | None:
-    """The places of the fields of this options class; None when one of them cannot be found."""
+    """The offsets of the fields of this options class; None if one cannot be found."""
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         return _layout(options, memory)
-    # another torch or pybind, a kernel that hides our memory from us
-    except (*TORCH_ERRORS, OSError, struct.error):
+    except (
+        *TORCH_ERRORS,
+        OSError,
+        struct.error,
+    ):  # another version of torch or pybind, or /proc/self/mem is restricted
         return None
     finally:
         os.close(memory)
@@ -442,7 +450,7 @@ def _layout(options: Torch, memory: int) -> Layout | None:
 
 
 def _find(options: Torch, memory: int, field: str, samples: Iterable[tuple[Torch, bytes]]) -> int:
-    """The one place where these bytes appear when the field has these values; NOWHERE when there is no such place."""
+    """The unique offset of the bytes of a field, from samples of its values; NOWHERE if there is none."""
     if not hasattr(options(), field):
         return NOWHERE
     places: set[int] | None = None

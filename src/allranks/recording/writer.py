@@ -1,7 +1,7 @@
-"""Follows every call of a rank from its beginning to its end. Runs in the rank, in all of its threads.
+"""Follows every call of a rank until it completes. Runs in all threads of the rank.
 
-`_fast.c` writes a row before the library is entered, and keeps the Work that it returned. The end is noted when it is known: by
-the program's own wait(), in C, or here: by a later call or by the side thread. Nothing here blocks.
+`_fast.c` writes a row before it enters the library, and keeps the Work that the library returns. Completion is noted by the
+program's wait() (in C), by a later call, or by the side thread. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -38,48 +38,48 @@ Shapes = tuple[int, int, int]  # (id, elements in, elements out)
 
 
 class PendingWork(Protocol):
-    """What tells that a call is over: a Work of torch, or a marker on the device."""
+    """A Work of torch, or a marker on the device."""
 
     def is_completed(self) -> bool:
-        """Whether it is over; may raise what the call ended with."""
+        """Whether the call has ended; may raise the error of the call."""
 
 
-#: (what tells, number of the call, counters of its group, numbers of the calls that end with it)
+#: (work, number of the call, counters of its group, numbers of the calls that end with it)
 Entry: TypeAlias = "tuple[PendingWork, int, Counters, tuple[int, ...]]"
 
-SWEEP_CALLS = 4  # under way that are looked at on a later call
-MAX_ERROR = 300  # characters kept of what the first failed call raised
-MAX_THREADS = 1000  # named; a program that makes threads for ever must not fill the heap
+SWEEP_CALLS = 4  # pending calls that a later call checks
+MAX_ERROR = 300  # characters of the error of the first failed call
+MAX_THREADS = 1000  # names of threads, so that a program with many threads does not fill the heap
 COMPLETED, FAILED, TIMED_OUT = int(State.COMPLETED), int(State.FAILED), int(State.TIMED_OUT)
 
-WAITS_BLOCK = frozenset({"gloo", "mpi", "fake"})  # backends whose wait() returns when the call is over
+WAITS_BLOCK = frozenset({"gloo", "mpi", "fake"})  # backends whose wait() returns after completion
 
 
 class GroupState:
-    """What is known of a process group: its name, its members, its counters. It is looked up by its Python object, once per call."""
+    """Name, members and counters of a process group. Looked up by its Python object once per call."""
 
     __slots__ = ("backend", "counters", "first_ranks", "name", "ranks", "ref")
 
     def __init__(self, number: int, name: str, ranks: tuple[int, ...], backend: str, timeout_ms: int) -> None:
         self.name = name
         self.ranks = ranks  # global ranks in group order; () = unknown
-        self.first_ranks = ranks  # those before it was reconfigured
+        self.first_ranks = ranks  # before it was reconfigured
         self.backend = backend
-        # the numbers of its calls; two threads (the main one and autograd's) never draw the same
+        # numbers its calls; thread-safe, because autograd's thread makes calls, too
         make: type[Counters] = fast().Counters
         self.counters = make(number, timeout_ms, backend in WAITS_BLOCK, ranks)
-        if "," in backend:  # "cpu:gloo,cuda:nccl": what wait() means depends on the tensor
+        if "," in backend:  # "cpu:gloo,cuda:nccl": whether wait() blocks depends on the tensor
             self.counters.cpu_side = make(number, timeout_ms, True, ranks)
         self.ref: weakref.ref[dist.ProcessGroup] | None = None
 
     def global_rank(self, group_rank: int) -> int:
-        """A group-local rank as a global one; itself when the members are unknown."""
+        """The global rank for a group-local one; unchanged if the members are unknown."""
         return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else group_rank
 
 
 def make_ring(box: Box) -> Ring:
-    """The ring of an open box. Written without locks: a signal handler may run between any two instructions and may
-    itself record. A call is known by its number: record id + 1, the `begin` of its row."""
+    """The ring of an open box. It is written without locks, because a signal handler may interrupt a write and record a call
+    itself. A call is identified by its number: record id + 1, the `begin` of its row."""
     fields = [FIELD[name] for name in ("next_id", "calls_started", "last_call_ns", "calls_completed")]
     made: Ring = fast().Ring(box.memory, box.capacity, *fields)
     return made
@@ -91,18 +91,18 @@ class CallWriter:
     def __init__(self, box: Box, options: RecorderOptions) -> None:
         self.box = box
         self.ring = make_ring(box)
-        self.ring.on_thread = functools.partial(_note_thread, box, set())  # no cycle through the part in C
+        self.ring.on_thread = functools.partial(
+            _note_thread, box, set()
+        )  # avoids a reference cycle through C
         self.stacks = Stacks(box, options.stack_depth) if options.stack_depth else None
         self.pending: dict[int, Entry] = {}  # by id(work), oldest first
 
         self.label = 0
-        # held while works and events are queried; never waited for without a limit
-        self.asking = threading.RLock()
-        self._error = 0  # number of the first call that failed
-        self.on_timeout: Callable[[bool], None] | None = None  # told whether the timeout is news
-        # Work.wait as it was before it was wrapped
-        self.original_wait: Callable[[PendingWork], object] | None = None
-        self.markers: Any = None  # events behind all that is queued on the device; made and kept in C
+        self.asking = threading.RLock()  # held while works and events are queried; acquired with a timeout
+        self._error = 0  # number of the first failed call
+        self.on_timeout: Callable[[bool], None] | None = None  # called with whether the timeout is new
+        self.original_wait: Callable[[PendingWork], object] | None = None  # Work.wait before it was wrapped
+        self.markers: Any = None  # CUDA events of pending calls, in C
 
     def begin(
         self,
@@ -117,28 +117,28 @@ class CallWriter:
         frame: FrameType | None = None,
         tag: int = -1,
     ) -> int:
-        """Writes the row of a call that is about to be made; returns its number."""
+        """Writes the row of a call before it is made; returns its number."""
         sizes_and_place = (shapes, self.stack(frame), p2p, timeout_ms)
         number: int = self.ring.begin(group.counters, op, *sizes_and_place, reduce_op, root, peer, tag)
         return number
 
     def stack(self, frame: FrameType | None) -> int:
-        """The id of the stack that starts here; 0 without stacks."""
+        """The id of the stack that starts at `frame`; 0 if stacks are not recorded."""
         return self.stacks.at(frame) if self.stacks is not None else 0
 
     def track(self, work: PendingWork, number: int, group: GroupState) -> None:
-        """The library took the call and will finish it later; follows `work` until then."""
+        """Follows `work` until the library completes the call."""
         if group.counters.blocking:
             self.ring.started(number)
         self.pending[id(work)] = (work, number, group.counters, ())
 
     def finish(self, number: int, parts: tuple[int, ...] = (), state: int = COMPLETED) -> None:
-        """Notes the end of a call and of those that end with it."""
+        """Records the end of a call and of the calls that end with it."""
         self.ring.finish(number, state, parts)
 
     def wait_failed(self, work: PendingWork, error: BaseException, limited: bool) -> None:
-        """The program's wait() for this Work raised. `limited`: with a limit of its own, after which the call may still
-        be under way (Manager waits in slices of time)."""
+        """Called if the program's wait() raised. `limited`: wait() had its own timeout, after which the call may still be
+        running (Manager waits in slices)."""
         key = id(work)
         known = self.pending.get(key)
         if (
@@ -153,11 +153,11 @@ class CallWriter:
         if entry is not None:
             self.failed(entry[1], error, entry[3])
         elif self.on_timeout is not None and is_timeout(error):
-            # The side thread was quicker; the program must not end before its dump is there.
+            # the side thread was faster; the program must not exit before its dump is written
             self.on_timeout(False)
 
     def failed(self, number: int, error: BaseException, parts: tuple[int, ...] = ()) -> None:
-        """Marks a call failed or timed out; neither counts as completed."""
+        """Marks a call as failed or timed out."""
         timed_out = is_timeout(error)
         self.finish(number, parts, TIMED_OUT if timed_out else FAILED)
         if not self._error:
@@ -168,13 +168,13 @@ class CallWriter:
             self.on_timeout(True)
 
     def sweep(self, everything: bool = False) -> None:
-        """Notes the calls that have ended: the oldest ones now and then on a call, all of them in the side thread."""
+        """Records completed calls: the oldest ones during a later call, all of them in the side thread."""
         pending = self.pending
         self.ring.hand_over(pending)
         if everything and self.markers is not None:
             self.markers.settle()
         if not pending or not self.asking.acquire(timeout=1.0 if everything else 0.0):
-            return  # nothing to do, or another thread is at it
+            return  # nothing to do, or another thread is sweeping
         try:
             oldest = self.box.get("next_id") - self.box.capacity
             for key in list(pending) if everything else list(itertools.islice(pending, SWEEP_CALLS)):
@@ -186,22 +186,22 @@ class CallWriter:
             self.asking.release()
 
     def _settle(self, key: int, oldest: int) -> bool:
-        """Notes the end of one call; False when it is still under way. Calls up to `oldest` have lost their row."""
+        """Records the end of one call; False if it is still running. The rows of calls up to `oldest` are overwritten."""
         pending = self.pending
         entry = pending.get(key)
         if entry is None:
             return True
-        if entry[1] <= oldest:  # some works never say that they are over
+        if entry[1] <= oldest:  # some works never report completion
             pending.pop(key, None)
             return True
         try:
             if not entry[0].is_completed():
                 return False
             error = self._outcome(entry)
-        except Exception as raised:  # a Work may raise what its call ended with
+        except Exception as raised:  # a Work may raise the error of its call
             error = raised
         if pending.pop(key, None) is None:
-            return True  # the program's own wait() was quicker
+            return True  # the program's wait() was faster
         if error is None:
             self.finish(entry[1], entry[3])
         else:
@@ -209,10 +209,10 @@ class CallWriter:
         return True
 
     def given_up(self, works: Iterable[object], error: BaseException) -> None:
-        """The group of these works is about to be aborted: notes how each stands, and asks none of them again.
+        """Records the state of these works and stops following them. Called before their group is aborted.
 
-        Most likely NCCL's abort keeps a lock that `is_completed` waits for without letting other threads run: kills were
-        faster once works were no longer asked during it.
+        NCCL's abort seems to hold a lock that `is_completed` waits for without releasing the GIL: recovery became faster
+        when works were no longer queried during an abort.
         """
         self.ring.hand_over(self.pending)
         taken = self.asking.acquire(timeout=0.1)
@@ -228,7 +228,7 @@ class CallWriter:
                 self.asking.release()
 
     def begin_capture(self) -> None:
-        """A CUDA graph is about to be captured: from the return of this on no event is queried."""
+        """Called before a CUDA graph is captured: no event is queried after it returns."""
         self.ring.capturing += 1
         if self.markers is not None:
             deadline = time.monotonic() + 1.0
@@ -241,20 +241,20 @@ class CallWriter:
         self.ring.capturing = max(0, self.ring.capturing - 1)
 
     def _outcome(self, entry: Entry) -> BaseException | None:
-        """How a completed Work ended, without blocking: None is success."""
+        """The error of a completed Work, without blocking; None on success."""
         work, counters = entry[0], entry[2]
         if not counters.blocking:
             return _watchdog_error(work)
         try:
             if self.original_wait is not None:
                 self.original_wait(work)
-        except Exception as error:  # whatever the call ended with
+        except Exception as error:  # the error of the call
             return error
         return None
 
 
 def _watchdog_error(work: PendingWork) -> BaseException | None:
-    """What NCCL's watchdog says of a call (torch 2.6 and later); None when it says nothing bad."""
+    """The error that NCCL's watchdog reports for a call (torch 2.6 and later), or None."""
     try:
         future: Any = work.get_future_result()  # type: ignore[attr-defined]
         if not future.done():
@@ -264,11 +264,11 @@ def _watchdog_error(work: PendingWork) -> BaseException | None:
         return None
     if "TIMEOUT" in name:
         return TimeoutError("the call timed out")
-    return RuntimeError(name) if "ERROR" in name else None  # also UNKNOWN: nobody asked the watchdog
+    return RuntimeError(name) if "ERROR" in name else None  # may be UNKNOWN
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether an error of a collective is a timeout; torch's backends tell only by their text."""
+    """Whether an error of a collective is a timeout, which in torch's backends only the text shows."""
     if isinstance(error, TimeoutError):
         return True
     text = str(error).lower()
@@ -276,7 +276,7 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def fill_header(box: Box, options: RecorderOptions, **facts: object) -> dict[str, object]:
-    """Says in a new box whose it is; returns the facts, which are written again when more of them are known."""
+    """Writes the facts about this process into a new box and returns them; they are written again when more are known."""
     pid = os.getpid()
     names = ("rank", "world_size", "local_rank", "attempt")
     known = {name: getattr(options, name) for name in names}
@@ -294,7 +294,7 @@ def fill_header(box: Box, options: RecorderOptions, **facts: object) -> dict[str
 
 
 def own_role() -> str:
-    """What this process is called: by $ALLRANKS_ROLE, its title (Ray's actors), its function (multiprocessing), or its command."""
+    """The role of this process: $ALLRANKS_ROLE, its title (Ray actors), its function (multiprocessing), or its command."""
     if given := os.environ.get("ALLRANKS_ROLE"):
         return given[:64]
     with contextlib.suppress(OSError), open("/proc/self/cmdline", errors="replace") as title:
@@ -307,29 +307,29 @@ def own_role() -> str:
 
 
 def launched_at() -> str:
-    """Where the ranks meet by the environment; "" unknown."""
+    """The rendezvous address in the environment; "" unknown."""
     host, port = (os.environ.get(f"MASTER_{name}", "") for name in ("ADDR", "PORT"))
     return f"{host}:{port}" if host and port else ""
 
 
 def warn_once(message: str) -> None:
-    """One warning; never an exception, even where warnings are errors."""
+    """Issues a warning; prints it if warnings are errors."""
     try:
         warnings.warn(f"allranks: {message}", RuntimeWarning, stacklevel=2)
-    except Exception:  # -W error must not stop the training
+    except Exception:  # -W error
         print(f"allranks: {message}", file=sys.stderr)
 
 
 def _note_thread(box: Box, known: set[int], number: int) -> None:
-    """A thread makes its first call: notes its name."""
+    """Records the name of a thread at its first call."""
     if len(known) < MAX_THREADS:
         known.add(number)
         box.intern(Item.THREAD, [number, thread_name(number)])
 
 
 def thread_name(native_id: int) -> str:
-    """Python's name of the calling thread; the kernel's for one that C++ made ("pt_autograd_0")."""
-    ident = threading.get_ident()  # Python's native_id is wrong after a fork
+    """The name of the calling thread: Python's, or the kernel's for a thread of C++ ("pt_autograd_0")."""
+    ident = threading.get_ident()  # `native_id` is wrong after a fork
     for thread in threading.enumerate():
         if thread.ident == ident:
             return thread.name[:64]

@@ -163,13 +163,13 @@ def _of_one_run(samples: Sequence[RankSample]) -> list[RankSample]:
 
 def read_calls(paths: Sequence[str]) -> list[RankTrace]:
     """The newest calls in these black boxes, on shared tables; files that cannot be read are left out."""
-    tables, raws = Tables(), []
+    tables, traces = Tables(), []
     newest = min(NEWEST, ALL_CALLS // max(1, len(paths)))
     for path in paths:
         try:
             with opened_box(path) as file:
-                raws.append((read_box(file, tables, newest=newest), path))
+                traces.append((read_box(file, tables, newest=newest), path))
         except InputError:
             continue
     shared = tables.freeze()
-    return [raw.as_trace(*shared, path) for raw, path in raws]
+    return [trace.with_tables(*shared, path) for trace, path in traces]

@@ -1,1 +1,1 @@
-"""Restoring: which checkpoint all ranks take, reading its tensors, and putting them back. Runs in a rank."""
+"""Restoring a checkpoint. Runs in a rank."""

@@ -1,7 +1,8 @@
-"""What each rank sees in the tiers, which checkpoint all of them load, and whether that is enough to decide. Torch-free.
+"""Which checkpoints each rank sees, which one all ranks load, and whether they know enough to decide. No torch.
 
-"There is nothing" and "I could not look" are different answers: only the first may lead to step 1. Each rank lists its
-stores and sends the others what it found; `choose` is a pure decision over that; `refuse_to_guess` and `refuse_to_start_over` raise the same error on all of them.
+An empty store and an unreadable store are different: only an empty one may lead to step 1. Each rank lists its stores and
+shares the result; `choose` is a pure decision over all views. `refuse_to_guess` and `refuse_to_start_over` raise the same
+error on all ranks.
 """
 
 from __future__ import annotations
@@ -28,16 +29,12 @@ from allranks.checkpoint.stores.listing import read_manifests
 from allranks.model.parsing import convert, without_secrets
 
 log = logging.getLogger("allranks.checkpoint")
-#: Between two attempts at a store that does not answer.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-#: A clear no, which waiting does not change.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # between two attempts to read a store
+#: Errors that a retry does not fix.
 FINAL = (PermissionError, FileNotFoundError, NotADirectoryError, errors.AllranksError)
-OF_ANOTHER_JOB = "it is of job"
+OF_ANOTHER_JOB = "it belongs to job"
 AFTER_UNREACHABLE = 'then start again; to continue without it: CheckpointConfig(on_unreachable="ignore")'
-
-
-#: Fastest first; of equal steps the faster tier is taken.
-TIER_ORDER = ("MEMORY", "PEER", "NVME", "S3")
+TIER_ORDER = ("MEMORY", "PEER", "NVME", "S3")  # fastest first
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class RestoreCandidate:
 
 @dataclass(frozen=True)
 class RestoreChoice:
-    """What to try, best first, and why."""
+    """The candidates to try, best first, and why."""
 
     candidates: tuple[RestoreCandidate, ...]
     reason: str
@@ -62,7 +59,7 @@ FoundByTier = Mapping[str, Sequence[tuple[str, int]]]
 
 
 def choose(views: Sequence[FoundByTier]) -> RestoreChoice:
-    """The checkpoints complete everywhere: newest step first, the faster tier first among equal steps."""
+    """The checkpoints that all ranks see: newest step first, then fastest tier first."""
     found = []
     partial: dict[int, int] = {}
     for tier in TIER_ORDER:
@@ -89,7 +86,7 @@ def _reason(found: Sequence[RestoreCandidate], partial: Mapping[int, int], ranks
 
 @dataclass(frozen=True)
 class RestoreRules:
-    """What the user wants of a look. `job` "" takes every job's checkpoints, `from_job` those of that one too."""
+    """Which checkpoints a restore accepts. `job` "" accepts all; otherwise those of `job` and `from_job`."""
 
     job: str = ""
     from_job: str = ""
@@ -98,28 +95,28 @@ class RestoreRules:
     missing_ok: bool = True
 
     def accepts(self, job: str) -> bool:
-        """Whether a checkpoint of that job may be restored; one without a name may always."""
+        """Whether a checkpoint of that job may be restored; one without a job name always may."""
         return not job or not self.job or job in (self.job, self.from_job)
 
 
 @dataclass(frozen=True)
 class Unanswered:
-    """A tier that could not be read: what it answered, or why it did not, and what helps."""
+    """A tier that could not be read, with the reason and a hint."""
 
     tier: str
     address: str
-    answer: str
+    reason: str
     hint: str
-    answered: bool = False  # the store itself said no
+    answered: bool = False  # the server of the store refused the request
 
     def __str__(self) -> str:
-        said = f"{'answered' if self.answered else 'did not answer'}: {self.answer}"
-        return without_secrets(f"[{self.tier}] {self.address} {said}")
+        outcome = "answered" if self.answered else "did not answer"
+        return without_secrets(f"[{self.tier}] {self.address} {outcome}: {self.reason}")
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """A checkpoint that is there and cannot be restored. `store` is an argument of `allranks checkpoint`."""
+    """A checkpoint that exists but cannot be restored. `store` is an argument of `allranks checkpoint`."""
 
     tier: str
     store: str
@@ -130,7 +127,7 @@ class Unusable:
 
 @dataclass
 class TiersSeen:
-    """One rank's view. `given` is the newest step that this process has handed to each tier."""
+    """One rank's view. `given` is the newest step that this process has saved or is saving to each tier."""
 
     found: dict[str, list[tuple[str, int]]] = field(default_factory=dict)  # tier → (name, step)
     unanswered: list[Unanswered] = field(default_factory=list)
@@ -143,7 +140,7 @@ class TiersSeen:
 
 
 class StoreLister:
-    """Lists stores patiently. `damaged` are checkpoints whose manifest is bad, for quarantine."""
+    """Lists stores, with retries. `damaged` collects checkpoints with a damaged manifest, for quarantine."""
 
     def __init__(self, rules: RestoreRules) -> None:
         self.rules = rules
@@ -151,8 +148,9 @@ class StoreLister:
         self.damaged: list[tuple[Store, str, str]] = []
         self.deadline = time.monotonic() + rules.wait_s
 
-    def list_tier(self, tier: str, spec: StoreSpec, seen: TiersSeen) -> None:
-        """Adds what a tier holds to `seen`, or what it answered instead."""
+    def list_tier(self, spec: StoreSpec, seen: TiersSeen) -> None:
+        """Adds the checkpoints of a tier to `seen`, or the reason why it cannot be read."""
+        tier = spec.tier
         for pause in growing_pauses():
             try:
                 seen.found[tier], unusable = self._list(tier, spec)
@@ -162,20 +160,20 @@ class StoreLister:
                 left = self.deadline - time.monotonic()
                 if left <= 0 or isinstance(error, FINAL):
                     seen.found[tier] = []
-                    seen.unanswered.append(_answer(tier, spec, error))
+                    seen.unanswered.append(_unanswered(spec, error))
                     return
-                text = "[%s] %s does not answer (%s): asking again for %.0f s"
+                text = "[%s] %s does not respond (%s): retrying for %.0f s"
                 log.warning(text, tier, spec.url, reason_of(error), left)
             time.sleep(min(pause, left))
 
     def quarantined(self, seen: TiersSeen) -> None:
-        """Adds what lies in quarantine: it was there once, so the store is not merely empty."""
-        for tier, store in self.stores.items():
+        """Adds quarantined checkpoints: with one of those, a store does not count as empty."""
+        for store in self.stores.values():
             try:
                 for where, reason in store.quarantined():
                     seen.unusable.append(_unusable(store, where, reason))
             except OSError as error:
-                seen.unanswered.append(_answer(tier, store.spec, error))
+                seen.unanswered.append(_unanswered(store.spec, error))
 
     def _list(self, tier: str, spec: StoreSpec) -> tuple[list[tuple[str, int]], list[Unusable]]:
         store = self.stores.get(tier) or open_store(spec)
@@ -194,13 +192,13 @@ class StoreLister:
             if isinstance(manifest, errors.CheckpointDamaged):
                 damaged.append((store, name, reason))
             else:
-                log.warning("[%s] %s is left out: %s", tier, store.path_of(name), reason)
+                log.warning("[%s] %s is skipped: %s", tier, store.path_of(name), reason)
         self.damaged += damaged
         return found, unusable
 
 
 def growing_pauses() -> Iterator[float]:
-    """Seconds between attempts: each pause is twice the one before, up to the longest."""
+    """Seconds between attempts: doubled each time, up to the longest."""
     pause = FIRST_PAUSE_S
     while True:
         yield pause
@@ -208,8 +206,8 @@ def growing_pauses() -> Iterator[float]:
 
 
 def refuse_to_guess(views: Sequence[TiersSeen], choice: RestoreChoice, rules: RestoreRules) -> None:
-    """Raises when a tier that may hold something newer did not answer on some rank, or holds something newer that this
-    version cannot read, unless the user ignores that."""
+    """Raises if a tier that may hold a newer checkpoint could not be read on some rank, or holds a newer one that this
+    version cannot read, unless the rules ignore that."""
     _refuse_newer(views, choice, rules)
     held = max((c.step for c in choice.candidates if c.tier == "MEMORY"), default=-1)
     silent = {
@@ -225,14 +223,14 @@ def refuse_to_guess(views: Sequence[TiersSeen], choice: RestoreChoice, rules: Re
         return
     first = next(iter(silent.values()))
     raise errors.CheckpointUnreachable(
-        "; ".join(silent) + ". It may hold something newer, so nothing was restored",
+        "; ".join(silent) + ". It may hold a newer checkpoint, so nothing was restored",
         path=first.address,
         hint=f"{first.hint}\n{AFTER_UNREACHABLE}",
     )
 
 
 def _refuse_newer(views: Sequence[TiersSeen], choice: RestoreChoice, rules: RestoreRules) -> None:
-    """An older step in place of one that a newer version saved would train again, and save over it."""
+    """Restoring an older step would repeat training and overwrite checkpoints of a newer version of allranks."""
     newest = max((c.step for c in choice.candidates), default=sys.maxsize)
     every = [one for view in views for one in view.unusable if IS_NEWER in one.reason and one.step > newest]
     if not every:
@@ -242,14 +240,14 @@ def _refuse_newer(views: Sequence[TiersSeen], choice: RestoreChoice, rules: Rest
         log.warning("%s; skipped (on_unreachable=ignore)", text)
         return
     raise errors.CheckpointLoadError(
-        f"{text}. Nothing older was restored", hint=f"{UPGRADE}, {AFTER_UNREACHABLE}"
+        f"{text}. No older checkpoint was restored", hint=f"{UPGRADE}, {AFTER_UNREACHABLE}"
     )
 
 
 def refuse_to_start_over(
     views: Sequence[TiersSeen], choice: RestoreChoice, rules: RestoreRules, addresses: Sequence[str]
 ) -> None:
-    """Called when there is nothing to restore: raises unless every tier is empty and that is fine with the user."""
+    """Called if there is nothing to restore: raises unless every tier is empty and the rules allow that."""
     unusable = {one.path: one for view in views for one in view.unusable}
     if unusable:
         newest = sorted(unusable.values(), key=lambda one: -one.step)
@@ -270,37 +268,36 @@ def refuse_to_start_over(
         raise errors.CheckpointLoadError(
             choice.reason,
             tier=tier,
-            hint="bring back the disk that is missing, or copy what another node has to it: "
+            hint="restore the missing disk, or copy the checkpoint of another node to it: "
             f"allranks checkpoint copy OTHER_STORE/{name} {' or '.join(addresses)}\n"
             f"on every node, {scratch_hint(addresses[0] if addresses else 'STORE')}",
         )
     if not rules.missing_ok:
         raise errors.CheckpointLoadError(
             f"there is no checkpoint in {' or '.join(addresses) or 'any tier: none is configured'}",
-            hint="is this the path of the run that saved? What is there: allranks checkpoint ls "
+            hint="is this the path of the run that saved? List it: allranks checkpoint ls "
             + (addresses[0] if addresses else "STORE"),
         )
 
 
 def _ways_out(unusable: Sequence[Unusable]) -> str:
     stores = dict.fromkeys(one.store for one in unusable if one.store)
-    lines = [f"what is there: allranks checkpoint ls {store}" for store in stores]
+    lines = [f"list the store: allranks checkpoint ls {store}" for store in stores]
     if any(one.tier == "MEMORY" for one in unusable):
-        lines.append("to continue without the snapshots in memory: manager.clear_memory_snapshots()")
+        lines.append("to continue without the memory snapshots: manager.clear_memory_snapshots()")
     if any(one.reason.startswith(OF_ANOTHER_JOB) for one in unusable):
         other = 'CheckpointConfig(from_job="NAME")'
-        lines.append(f"give this job a path of its own, or restore the other job's: {other}")
+        lines.append(f"use another path for this job, or restore the checkpoints of the other job: {other}")
     return "\n".join([*lines, *map(scratch_hint, stores)])
 
 
 def scratch_hint(store: str) -> str:
-    """How to start over: never by accident."""
+    """The command that allows a start from scratch."""
     return f"to start from scratch (deletes nothing): allranks checkpoint set-aside {store}"
 
 
-def _answer(tier: str, spec: StoreSpec, error: Exception) -> Unanswered:
-    hint = hint_for(error, tier, spec.url, spec.options)
-    return Unanswered(tier, spec.url, reason_of(error), hint, was_answered(error))
+def _unanswered(spec: StoreSpec, error: Exception) -> Unanswered:
+    return Unanswered(spec.tier, spec.url, reason_of(error), hint_for(error, spec), was_answered(error))
 
 
 def _unusable(store: Store, path: str, reason: str) -> Unusable:

@@ -1,6 +1,6 @@
-"""Gets a checkpoint's content back: as a new state, or in place into a live model and optimizer.
+"""Loads a checkpoint as a new state, or in place into a model and an optimizer. Also loads legacy `.pt` files.
 
-`.pt` files are read without running what they may hold: unpickled with nothing but tensors and plain containers by default.
+By default a `.pt` file is unpickled with tensors and plain containers only, so no code in it runs.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from allranks.errors import AllranksError, CheckpointDamaged, CheckpointLoadErro
 
 log = logging.getLogger("allranks.checkpoint")
 SECURITY_WARNING = (
-    "SECURITY: Loading checkpoint with weights_only=False enables arbitrary code execution: '%s' is unpickled, "
-    "and whatever code it holds runs. Only do this with files you made yourself."
+    "SECURITY: Loading checkpoint with weights_only=False enables arbitrary code execution: unpickling '%s' runs "
+    "any code in it. Only do this with files you made yourself."
 )
 
 
 @dataclass(eq=False, repr=False)
 class Live:
-    """The parts of a job that a restore writes into, and how. `torn` while they hold a part of something."""
+    """The model, optimizer and scheduler that a restore writes into. `torn` while they are partly overwritten."""
 
-    model: torch.nn.Module  # without its wrappers
+    model: torch.nn.Module  # unwrapped
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: LRScheduler | None
     strict: bool
     torn: bool = False
-    copies: frozenset[str] = frozenset()  # tensors of the state_dict that are not the model's own memory
+    copies: frozenset[str] = frozenset()  # tensors of the state_dict that do not share the model's memory
 
 
 def load_state(store: Store, name: str, rank: int) -> CheckpointState:
-    """One checkpoint of a store, whole; CheckpointLoadError says what is wrong and what helps."""
+    """Loads one checkpoint of a store as a whole; raises CheckpointLoadError."""
     path = store.path_of(name)
     try:
         with opened(store, name) as checkpoint:
@@ -69,12 +69,12 @@ def load_state(store: Store, name: str, rank: int) -> CheckpointState:
     except CheckpointValidationError as error:
         raise CheckpointLoadError(error.reason, tier=store.tier, path=path, hint=error.hint) from error
     except OSError as error:
-        hint = hint_for(error, store.tier, store.spec.url, store.spec.options)
+        hint = hint_for(error, store.spec)
         raise CheckpointLoadError(reason_of(error), tier=store.tier, path=path, hint=hint) from error
 
 
 def read_state(checkpoint: Opened, rank: int) -> CheckpointState:
-    """The whole state with new CPU tensors, and every rank's own part under `rank_states`."""
+    """The whole state in new CPU tensors, with the parts of all ranks in `rank_states`."""
     with _readable(checkpoint):
         common, own = skeletons(checkpoint, rank)
         names = [*tensor_names(common), *(name for part in own.values() for name in tensor_names(part))]
@@ -85,10 +85,9 @@ def read_state(checkpoint: Opened, rank: int) -> CheckpointState:
 
 
 def prepare_into(checkpoint: Opened, live: Live, rank: int) -> Callable[[], CheckpointState]:
-    """Reads this rank's chunks into the live tensors, and checks them.
+    """Reads and verifies this rank's chunks into the live tensors; raises CheckpointValidationError.
 
-    Raises CheckpointValidationError (also CheckpointDamaged). Calling the result does the rest, and returns the
-    state around the live tensors.
+    Call the result to load the rest of the state; it returns the state with the live tensors.
     """
     model = _model_tensors(live)
     with _readable(checkpoint):
@@ -102,7 +101,7 @@ def prepare_into(checkpoint: Opened, live: Live, rank: int) -> Callable[[], Chec
         outside = {k: value for k, value in common.items() if k not in ("model_state_dict", *PER_RANK)}
         others = [name for name in tensor_names(outside) if name not in kept and name not in new]
         rest = new_targets(checkpoint, [*remade, *others, *private])
-        tensors = _Lenient({**kept, **new, **{target.name: target.tensor for target in rest}})
+        tensors = _NoneIfMissing({**kept, **new, **{target.name: target.tensor for target in rest}})
         state = _assemble(common, own, rank, tensors)
     items = reading_list(checkpoint, [*targets_of(kept), *targets_of(new), *rest])
     live.torn = True
@@ -118,7 +117,7 @@ def prepare_into(checkpoint: Opened, live: Live, rank: int) -> Callable[[], Chec
 
 @contextmanager
 def _readable(checkpoint: Opened) -> Iterator[None]:
-    """A skeleton that no saver of ours has made is damage, whatever Python thinks of it."""
+    """Converts Python's errors for a malformed skeleton into CheckpointDamaged."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
@@ -130,7 +129,7 @@ def _readable(checkpoint: Opened) -> Iterator[None]:
 
 
 def copy_into(snapshot: StateSnapshot, live: Live) -> Callable[[], CheckpointState]:
-    """Checks that a memory snapshot holds what this rank needs. Calling the result fills model and optimizer."""
+    """Checks that a memory snapshot has the chunks of this rank. Call the result to copy them into the live tensors."""
     model = _model_tensors(live)
     _check_optimizer(live, snapshot.common)
     kept, _ = _model_targets(model, live, snapshot.common, snapshot.shapes())
@@ -140,7 +139,7 @@ def copy_into(snapshot: StateSnapshot, live: Live) -> Callable[[], CheckpointSta
         there, targets = views.get(name, []), targets_of({name: tensor})
         wanted = [(target.offsets, target.tensor.shape) for target in targets]
         if wanted != list(zip(offsets.get(name, []), (view.shape for view in there), strict=True)):
-            text = f"this rank holds other elements of {name} than it needs now: the world has changed"
+            text = f"the snapshot has other elements of {name} than this rank needs: the world has changed"
             raise CheckpointValidationError(text, missing_keys=(name,), tier="MEMORY")
         pairs += zip((target.tensor for target in targets), there, strict=True)
 
@@ -157,13 +156,15 @@ def copy_into(snapshot: StateSnapshot, live: Live) -> Callable[[], CheckpointSta
 
 
 def skeletons(checkpoint: Opened, rank: int) -> tuple[StateDict, dict[int, StateDict]]:
-    """(what all ranks share, rank → its own part). A rank with a skeleton of its own gets that one."""
+    """(skeleton shared by all ranks, rank → its own skeleton). A rank that saved its own shared skeleton gets that one."""
     by_rank: dict[int, Index] = {index.rank: index for index in checkpoint.indexes}
     mine_first = sorted(checkpoint.indexes, key=lambda index: index.rank != rank)
     common = next((index.common for index in mine_first if index.common is not None), None)
     if common is None:
         raise CheckpointValidationError(
-            "it holds tensors but no training state", missing_keys=("model_state_dict",), path=checkpoint.path
+            "it contains tensors but no training state",
+            missing_keys=("model_state_dict",),
+            path=checkpoint.path,
         )
     return common, {number: index.own for number, index in by_rank.items() if index.own is not None}
 
@@ -182,9 +183,11 @@ def _assemble(
 
 
 def _model_tensors(live: Live) -> dict[str, torch.Tensor]:
-    """The tensors of its state_dict; `live.copies` are those that the model made for it, as some do of their extra state."""
+    """The tensors of the model's state_dict. Sets `live.copies`: some models copy their extra state for a state_dict."""
     tensors = flatten({"model_state_dict": live.model.state_dict()}).tensors
-    own = {place for one in (*live.model.parameters(), *live.model.buffers()) for place in storages_of(one)}
+    own = {
+        storage for one in (*live.model.parameters(), *live.model.buffers()) for storage in storages_of(one)
+    }
     live.copies = frozenset(
         name for name, tensor in tensors.items() if not own.issuperset(storages_of(tensor))
     )
@@ -194,28 +197,27 @@ def _model_tensors(live: Live) -> dict[str, torch.Tensor]:
 def _model_targets(
     tensors: dict[str, torch.Tensor], live: Live, common: StateDict, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """(the live tensors of the model that are saved, the names of copies that are saved with another shape)."""
+    """(the live tensors to fill, the names of copies that were saved with another shape)."""
     saved = set(tensor_names({"model_state_dict": common.get("model_state_dict", {})}))
     missing, unexpected = tuple(set(tensors) - saved), tuple(saved - set(tensors))
     if live.strict and (missing or unexpected):
         raise CheckpointValidationError(
-            "the model and the checkpoint do not fit together",
+            "the model and the checkpoint do not match",
             missing,
             unexpected,
-            hint="restore with strict=False to take what fits",
+            hint="restore with strict=False to load the tensors that match",
         )
     kept = {name: tensor for name, tensor in tensors.items() if name in saved}
     other = [name for name, tensor in kept.items() if shapes.get(name, tensor.shape) != tuple(tensor.shape)]
     if wrong := [name for name in other if name not in live.copies]:
-        text = (
-            f"{wrong[0]} is saved with shape {shapes[wrong[0]]}, the model's is {tuple(kept[wrong[0]].shape)}"
-        )
+        shape = tuple(kept[wrong[0]].shape)
+        text = f"{wrong[0]} was saved with shape {shapes[wrong[0]]}, but the model has shape {shape}"
         raise CheckpointValidationError(text, invalid_keys=tuple(wrong[:20]))
     return {name: tensor for name, tensor in kept.items() if name not in other}, other
 
 
 def _check_optimizer(live: Live, common: StateDict) -> None:
-    """What the optimizer's own load_state_dict would refuse is refused before anything is changed."""
+    """Raises what the optimizer's load_state_dict would raise, before anything is changed."""
     saved = common.get("optimizer_state_dict", {})
     if live.optimizer is None or not isinstance(saved, dict) or not saved.get("param_groups"):
         return
@@ -223,16 +225,16 @@ def _check_optimizer(live: Live, common: StateDict) -> None:
     here = [len(group["params"]) for group in live.optimizer.param_groups]
     if there != here:
         raise CheckpointValidationError(
-            f"the optimizer has {here} parameters in its groups, the checkpoint {there}",
+            f"the optimizer has {here} parameters in its groups, the checkpoint has {there}",
             invalid_keys=("optimizer_state_dict",),
-            hint="restore(model) alone, or build the optimizer as it was saved",
+            hint="restore the model alone, or build the optimizer as it was saved",
         )
 
 
 def _optimizer_targets(
     checkpoint: Opened, live: Live, common: StateDict
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The optimizer's tensors: (its own where it has them, new ones shaped and sharded like the parameter)."""
+    """The optimizer's tensors to fill: (existing ones, new ones with the sharding of their parameter)."""
     existing: dict[str, torch.Tensor] = {}
     new: dict[str, torch.Tensor] = {}
     if live.optimizer is None:
@@ -256,7 +258,7 @@ def _optimizer_targets(
 
 
 def _optimizer_entries(common: StateDict) -> Iterator[tuple[int, dict[str, str]]]:
-    """(number of the parameter, key → name of the tensor) of what the saved optimizer keeps per parameter."""
+    """(index of the parameter, key → tensor name) of the saved optimizer state."""
     saved = common.get("optimizer_state_dict", {})
     state = saved.get("state", {}) if isinstance(saved, dict) else {}
     for number, entries in state.get("$dict", ()):
@@ -266,42 +268,44 @@ def _optimizer_entries(common: StateDict) -> Iterator[tuple[int, dict[str, str]]
 
 
 def _install(live: Live, state: CheckpointState) -> None:
-    """What is not in the model's own memory goes through the parts' own load_state_dict."""
+    """Calls load_state_dict of model, optimizer and scheduler for the values that were not filled in place."""
     if live.copies or not all(isinstance(v, torch.Tensor) for v in state.model_state_dict.values()):
         live.model.load_state_dict(state.model_state_dict, strict=False)
     given = {"optimizer": live.optimizer, "lr_scheduler": live.lr_scheduler}
     if lost := [k for k, part in given.items() if part is not None and not getattr(state, f"{k}_state_dict")]:
-        log.warning("step %d was saved without %s: left as given", state.step, " and ".join(lost))
+        log.warning("step %d was saved without %s: not restored", state.step, " and ".join(lost))
     if live.optimizer is not None and state.optimizer_state_dict:
         live.optimizer.load_state_dict(state.optimizer_state_dict)
     if live.lr_scheduler is not None and state.lr_scheduler_state_dict:
         live.lr_scheduler.load_state_dict(state.lr_scheduler_state_dict)
 
 
-class _Lenient(dict[str, torch.Tensor]):
-    """Tensors of the model that the live one does not have are None."""
+class _NoneIfMissing(dict[str, torch.Tensor]):
+    """Maps names of tensors that the live model lacks to None."""
 
     def __missing__(self, key: str) -> Any:
         return None
 
 
 def is_legacy(path: Path) -> bool:
-    """Whether a path is a single file, as torch.save makes them."""
+    """Whether a path is a file of torch.save, by its suffix."""
     return path.is_file() and path.suffix in {".pt", ".pth", ".ckpt", ".bin"}
 
 
 def load_legacy(path: Path, config: CheckpointLoadConfig, tier: str = "NVME") -> CheckpointState:
-    """Loads one; needs `trusted_source=True` for a file that holds more than tensors and plain containers."""
+    """Loads a `.pt` file; one with more than tensors and plain containers needs `trusted_source=True`."""
     raw = read_legacy(path, config, tier)
     if not isinstance(raw, Mapping):
-        raise CheckpointLoadError(f"it holds a {type(raw).__name__}, not a dict", tier=tier, path=str(path))
+        raise CheckpointLoadError(
+            f"it contains a {type(raw).__name__}, not a dict", tier=tier, path=str(path)
+        )
     if config.validate_structure:
         check_structure(raw, str(path), tier)
     return CheckpointState.from_dict(raw)
 
 
 def read_legacy(path: Path, config: CheckpointLoadConfig, tier: str = "NVME") -> Any:
-    """The content of a `.pt` file, by the rules of the config."""
+    """The content of a `.pt` file, unpickled as the config allows."""
     if config.trusted_source or not config.safe_mode:
         if not config.trusted_source and config.warn_on_unsafe:
             log.warning(SECURITY_WARNING, path)
@@ -315,7 +319,7 @@ def read_legacy(path: Path, config: CheckpointLoadConfig, tier: str = "NVME") ->
 
 
 def check_structure(raw: Mapping[str, object], path: str, tier: str) -> None:
-    """The keys people rely on, and their types."""
+    """Raises if a required key is missing or has the wrong type."""
     missing = tuple(key for key in REQUIRED_KEYS if key not in raw)
     if missing:
         wrong = CheckpointValidationError("required keys are missing", missing, tier=tier, path=path)
@@ -323,7 +327,7 @@ def check_structure(raw: Mapping[str, object], path: str, tier: str) -> None:
             f"Missing required keys: {set(missing)}",
             tier=tier,
             path=path,
-            hint=f"a bare state_dict? Make a checkpoint of it: allranks checkpoint import '{path}' STORE",
+            hint=f"a bare state_dict? Convert it: allranks checkpoint import '{path}' STORE",
         ) from wrong
     invalid = [k for k in REQUIRED_KEYS if not isinstance(raw[k], int if k == "step" else Mapping)]
     if invalid:
@@ -331,7 +335,7 @@ def check_structure(raw: Mapping[str, object], path: str, tier: str) -> None:
 
 
 def _numpy_types() -> list[object]:
-    """What an array of numbers is pickled with: the state of numpy's generator is one, also in our own exports."""
+    """The globals in a pickled numpy array: the state of numpy's random generator is one, also in our exports."""
     make: object = np.empty(0).__reduce__()[0]
     names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
     return [
@@ -350,7 +354,7 @@ def _load(path: Path, tier: str, weights_only: bool) -> Any:
             with torch.serialization.safe_globals(_numpy_types()):
                 return torch.load(path, map_location="cpu", weights_only=weights_only)
         except FileNotFoundError as error:
-            hint = f"what is there: ls '{path.parent}'"
+            hint = f"check the path: ls '{path.parent}'"
             raise CheckpointLoadError("No such file", tier=tier, path=str(path), hint=hint) from error
         except pickle.UnpicklingError as error:
             raise CheckpointLoadError(
@@ -363,29 +367,29 @@ def _load(path: Path, tier: str, weights_only: bool) -> Any:
 
 
 def _refuse_packed(path: Path) -> None:
-    """torch.save stores its entries as they are; torch.load unpacks whatever it is given, to any size."""
+    """Refuses compressed entries, which torch.save does not write: torch.load would unpack them to any size."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError) as error:
-        # as torch decides it: it reads some zip files whose end Python refuses
+        # the same test as in torch, which reads some zip files that Python refuses
         with open(path, "rb") as file:
             if file.read(4) != b"PK\x03\x04":
-                return  # an older format, or damage: torch says which
+                return  # an older format, or damage: torch decides
         hint = "take another copy of it, or an older one"
         raise CheckpointLoadError(f"it is a damaged zip file: {error}", path=str(path), hint=hint) from error
     packed = next((entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED), "")
     if packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
         raise CheckpointLoadError(
-            f"its entry '{packed or entries[0].filename}' unpacks to more than the file holds: torch.save makes no such file",
+            f"its entry '{packed or entries[0].filename}' unpacks to more than the file holds, which torch.save never writes",
             path=str(path),
-            hint=f"if you packed it yourself, unpack it and pack it again without compression: unzip '{path}'; zip -0 -r",
+            hint=f"if you compressed it yourself, pack it again without compression: unzip '{path}'; zip -0 -r",
         )
 
 
 @contextmanager
 def damage_of(path: Path, tier: str = "", hint: str = "") -> Iterator[None]:
-    """Whatever torch and pickle raise for a damaged file (RuntimeError, EOFError, KeyError …), as one error."""
+    """Converts the errors of torch and pickle for a damaged file (RuntimeError, EOFError, KeyError …)."""
     try:
         yield
     except AllranksError:
@@ -393,8 +397,8 @@ def damage_of(path: Path, tier: str = "", hint: str = "") -> Iterator[None]:
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
         raise CheckpointLoadError(
-            f"damaged, cut short, or something else ({type(error).__name__}: {first})",
+            f"damaged, truncated, or not a checkpoint ({type(error).__name__}: {first})",
             tier=tier,
             path=str(path),
-            hint=hint or f"was it copied to the end? Compare its size with the original: ls -l '{path}'",
+            hint=hint or f"was it copied completely? Compare its size with the original: ls -l '{path}'",
         ) from error

@@ -1,4 +1,4 @@
-"""Loading across tiers and ranks: what is there, which one all ranks take, and what to do when it is bad."""
+"""Loads a checkpoint across tiers and ranks: lists the candidates, tries them in order, handles damaged ones."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ T = TypeVar("T")
 
 @dataclass(eq=False, repr=False)
 class Loader:
-    """One load. `specs` are the tiers to look in; `memory` None leaves the memory tier out."""
+    """One load. `specs` are the tiers to search; `memory` None skips the memory tier."""
 
     group: RankGroup
     specs: Mapping[str, StoreSpec]
     memory: MemorySnapshotBackend | None
     rules: candidates.RestoreRules
-    given: Mapping[str, int]  # tier → newest step that this process has handed to it
-    taken: candidates.RestoreCandidate | None = None  # what `load_newest` has loaded
-    _torn: candidates.RestoreCandidate | None = None  # what a live model holds no more than a part of
+    given: Mapping[str, int]  # tier → newest step that this process has saved or is saving to it
+    taken: candidates.RestoreCandidate | None = None  # loaded by `load_newest`
+    _torn: candidates.RestoreCandidate | None = None  # partly written into the live model
     _stores: dict[str, Store] = field(default_factory=dict)
 
     def load_newest(self, into: Live | None) -> CheckpointState | None:
-        """Tries what all ranks can see, newest first; None when every tier says that it is empty. Collective."""
+        """Tries the checkpoints that all ranks can see, newest first; None if every tier is empty. Collective."""
         try:
-            with _no_collections():
+            with _no_gc():
                 return self._load_newest(into)
         finally:
             for store in self._stores.values():
@@ -83,13 +83,13 @@ class Loader:
         unread: list[candidates.RestoreCandidate] = []
         for candidate in choice.candidates:
             if unread and candidate.step < unread[0].step and not self.rules.ignore_unreachable:
-                break  # an older one does not replace a store that does not answer
+                break  # do not fall back to an older step because a store does not respond
             state, problem, unreadable = self._attempt_patiently(candidate, into, lister.deadline)
             if state is not None:
                 self.taken = candidate
                 return state
             tried.append(f"step {candidate.step} in {candidate.tier}: {problem}")
-            log.warning("%s; trying the next older or slower one", tried[-1])
+            log.warning("%s; trying the next checkpoint", tried[-1])
             if unreadable:
                 unread.append(candidate)
         raise self._failed(tried, unread, into)
@@ -100,15 +100,15 @@ class Loader:
         if unread:
             tier = unread[0].tier
             spec = self.specs[tier]
-            hint = hint_for(OSError(), tier, spec.url, spec.options)
+            hint = hint_for(OSError(), spec)
             return errors.CheckpointUnreachable(
-                f"[{tier}] {spec.url} stopped answering: {'; '.join(tried)}. Nothing older was restored"
-                + self._left(into),
+                f"[{tier}] {spec.url} stopped answering: {'; '.join(tried)}. No older checkpoint was restored"
+                + self._model_state(into),
                 path=spec.url,
                 hint=f"{hint}\n{candidates.AFTER_UNREACHABLE}",
             )
         return errors.CheckpointLoadError(
-            "every checkpoint is bad: " + "; ".join(tried) + self._left(into),
+            "no checkpoint could be loaded: " + "; ".join(tried) + self._model_state(into),
             hint="\n".join(map(candidates.scratch_hint, self._arguments())),
         )
 
@@ -119,7 +119,7 @@ class Loader:
     def load_path(
         self, path: str, tier: CheckpointTier | None, config: CheckpointLoadConfig
     ) -> CheckpointState:
-        """One checkpoint by its path (absolute, a URL, or relative to the tier's place)."""
+        """Loads one checkpoint by its path (absolute, a URL, or relative to the tier's address)."""
         store, name, label = self._locate(path, tier)
         if isinstance(store, Path):
             return load_legacy(store, config, label)
@@ -139,7 +139,7 @@ class Loader:
         return open_store(known), name, ""
 
     def _list_tiers(self) -> tuple[candidates.StoreLister, candidates.TiersSeen]:
-        """Every checkpoint with a whole manifest that this rank can see; damaged ones go into quarantine."""
+        """Every checkpoint with a valid manifest that this rank can see; quarantines damaged ones."""
         lister, seen = candidates.StoreLister(self.rules), candidates.TiersSeen(given=dict(self.given))
         if self.memory is not None:
             seen.found["MEMORY"] = [(str(step), step) for step in self.memory.steps()]
@@ -148,24 +148,24 @@ class Loader:
                 for step, reason in self.memory.damaged.items()
             ]
         self._stores = lister.stores
-        for tier, spec in self.specs.items():
-            lister.list_tier(tier, spec, seen)
+        for spec in self.specs.values():
+            lister.list_tier(spec, seen)
         for store, name, reason in lister.damaged:
             self._quarantine(store, name, reason)
         return lister, seen
 
-    def _left(self, into: Live | None) -> str:
-        """What a failed load has done to the model, in words."""
+    def _model_state(self, into: Live | None) -> str:
+        """How a failed load left the model, as the end of a message."""
         if into is None:
             return ""
         if self._torn is None:
-            return ". Model and optimizer are as they were"
-        return f". THE MODEL HOLDS PARTS OF STEP {self._torn.step}: build it anew before training"
+            return ". Model and optimizer are unchanged"
+        return f". THE MODEL HOLDS PARTS OF STEP {self._torn.step}: rebuild it before training"
 
     def _attempt_patiently(
         self, candidate: candidates.RestoreCandidate, into: Live | None, deadline: float
     ) -> tuple[CheckpointState | None, str, bool]:
-        """(state, what went wrong, whether a store that does not answer was it): read again until the deadline."""
+        """(state, problem, whether a store did not respond). Retries such a store until the deadline."""
         for pause in candidates.growing_pauses():
             state, problem, kinds = self._attempt(candidate, into)
             unreadable = bool(kinds) and kinds <= {"unreadable", "refused"}
@@ -174,7 +174,7 @@ class Loader:
             left = min(self.group.gather(deadline - time.monotonic()))
             if left <= 0:
                 break
-            text = "step %d in %s: %s; reading again for %.0f s"
+            text = "step %d in %s: %s; retrying for %.0f s"
             log.warning(text, candidate.step, candidate.tier, problem, left)
             time.sleep(min(pause, left))
         return None, problem, True
@@ -182,7 +182,7 @@ class Loader:
     def _attempt(
         self, candidate: candidates.RestoreCandidate, into: Live | None
     ) -> tuple[CheckpointState | None, str, set[str]]:
-        """Every rank reads and checks; only if all of them succeed does any of them take it as its state."""
+        """Every rank reads and verifies; the candidate is used only if all ranks succeed."""
         if into is not None:
             into.torn = False
         with ExitStack() as held:
@@ -191,7 +191,7 @@ class Loader:
                 finish, problem, kinds = self._together(candidate, prepare)
             except KeyboardInterrupt:
                 self._torn = candidate if into is not None and into.torn else None
-                log.warning("the restore was interrupted%s", self._left(into))
+                log.warning("the restore was interrupted%s", self._model_state(into))
                 raise
             state = None
             if finish is not None and not problem:
@@ -203,11 +203,11 @@ class Loader:
     def _together(
         self, candidate: candidates.RestoreCandidate, act: Callable[[], T]
     ) -> tuple[T | None, str, set[str]]:
-        """(result, what went wrong on any rank, and how): it counts only if all succeed. Misfits raise on all ranks."""
+        """(result, problems of all ranks, kinds of failure). A mismatch of model and checkpoint raises on all ranks."""
         result, error = None, None
         try:
             result = act()
-        except Exception as caught:  # the other ranks must hear of it, whatever it is
+        except Exception as caught:  # the other ranks must know about any failure
             error = caught
         kind = "" if error is None else kind_of_failure(error, candidate.tier)
         outcomes = self.group.gather([kind, "" if error is None else reason_of(error)])
@@ -217,19 +217,21 @@ class Loader:
             self.memory.drop(candidate.step, error.reason)
             text = "[MEMORY] the snapshot of step %d is damaged (%s): dropped"
             log.warning(text, candidate.step, error.reason)
-        misfits = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind == "misfit"]
-        if misfits:  # a model that does not fit fits no older checkpoint either: raised at once
-            if isinstance(error, errors.AllranksError) and kind == "misfit":
+        mismatches = [
+            f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind == "mismatch"
+        ]
+        if mismatches:  # the model would not match an older checkpoint either
+            if isinstance(error, errors.AllranksError) and kind == "mismatch":
                 raise error
             where = {"tier": candidate.tier, "path": candidate.name}
-            raise errors.CheckpointLoadError("; ".join(misfits), **where) from error
+            raise errors.CheckpointLoadError("; ".join(mismatches), **where) from error
         bad = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind]
         return result, "; ".join(bad), {kind for kind, _ in outcomes if kind}
 
     def _prepare(
         self, candidate: candidates.RestoreCandidate, into: Live | None, held: ExitStack
     ) -> Callable[[], CheckpointState]:
-        """Reads and checks a candidate; calling the result does the rest. `held` keeps it from removal."""
+        """Reads and verifies a candidate; call the result to finish. `held` protects it from removal."""
         if candidate.tier == "MEMORY":
             return self._prepare_memory(candidate.step, into, held)
         checkpoint = held.enter_context(opened(self._stores[candidate.tier], candidate.name))
@@ -251,15 +253,15 @@ class Loader:
         where = ""
         with contextlib.suppress(OSError):
             where = store.quarantine(name, reason)
-        place = f"moved to {where}" if where else "could not be moved away"
+        moved = f"moved to {where}" if where else "could not be moved away"
         log.warning(
-            "[%s] %s is damaged (%s): %s, not deleted", store.tier, store.path_of(name), reason, place
+            "[%s] %s is damaged (%s): %s, not deleted", store.tier, store.path_of(name), reason, moved
         )
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """A load makes many small objects and no cycles: collecting garbage in between took an eighth of its time."""
+def _no_gc() -> Iterator[None]:
+    """Disables the garbage collector, which took an eighth of a load's time: a load makes many objects and no cycles."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -270,16 +272,19 @@ def _no_collections() -> Iterator[None]:
 
 
 def kind_of_failure(error: BaseException, tier: str) -> str:
-    """ "damaged", "partial" and "gone" lead on to the next candidate, "unreadable" (for now) and "refused" only to the
-    same step in another tier, "misfit" to none."""
+    """The kind of a failure, which decides what is tried next.
+
+    "damaged", "partial", "gone": the next candidate. "unreadable", "refused": the same step in another tier.
+    "mismatch": none.
+    """
     if isinstance(error, errors.CheckpointDamaged):
         return "damaged"
     if isinstance(error, errors.CheckpointValidationError):
         partial = error.missing_keys and not error.invalid_keys and "elements of" in error.reason
-        return "partial" if partial else "misfit"
+        return "partial" if partial else "mismatch"
     bad_sector = tier == "NVME" and isinstance(error, OSError) and error.errno == errno.EIO
     if isinstance(error, (EOFError, FileNotFoundError)) or bad_sector:
         return "gone"
     if isinstance(error, PermissionError):
         return "refused"
-    return "unreadable" if isinstance(error, OSError) else "misfit"
+    return "unreadable" if isinstance(error, OSError) else "mismatch"

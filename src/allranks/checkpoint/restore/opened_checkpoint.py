@@ -1,5 +1,4 @@
-"""A checkpoint opened for reading: its manifest and indexes, checked, and its data files; verified byte by byte, or copied to another
-store. Torch-free."""
+"""A checkpoint opened for reading: its manifest, indexes and data files. Also verifies and copies checkpoints. No torch."""
 
 from __future__ import annotations
 
@@ -26,35 +25,34 @@ from allranks.checkpoint.save.writer import part_file, with_file, write_index
 from allranks.checkpoint.stores import Attempt, DataReader, Store, quoted, reason_of, store_arguments
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
-#: Requests under way at once towards a store where each read is a request, and the bytes of each.
-REQUESTS = 8
+REQUESTS = 8  # concurrent requests to a store in which each read is a request
 REQUEST_BYTES = 16 << 20
 Progress = Callable[[int], None]  # bytes since the last call
 
 
 @dataclass
 class Opened:
-    """Manifest and indexes of one checkpoint. Data files are opened on first use, and checked then."""
+    """Manifest and indexes of one checkpoint. Data files are opened and checked at their first use."""
 
     store: Store
     name: str
     manifest: Manifest
     indexes: tuple[Index, ...]
-    progress: Callable[[int], None] | None = None  # called with the bytes of every shard that was checked
+    progress: Callable[[int], None] | None = None  # called with the size of every verified shard
     _sources: dict[str, DataReader] = field(default_factory=dict)
     _table: dict[str, list[tuple[Index, StoredShard]]] | None = None
 
     @property
     def path(self) -> str:
-        """How the checkpoint is called towards the user."""
+        """The path of the checkpoint as shown to the user."""
         return self.store.path_of(self.name)
 
     def shards(self) -> Iterator[tuple[Index, StoredShard]]:
-        """Every stored shard with the index that names it."""
+        """Every stored shard with its index."""
         return ((index, stored) for index in self.indexes for stored in index.shards)
 
     def table(self) -> dict[str, list[tuple[Index, StoredShard]]]:
-        """Tensor name → its stored shards; a chunk that two ranks wrote is listed once."""
+        """Tensor name → its stored shards; a chunk written by two ranks is listed once."""
         if self._table is None:
             self._table = {}
             seen = set()
@@ -66,14 +64,16 @@ class Opened:
         return self._table
 
     def source(self, file: str) -> DataReader:
-        """An open data file whose size and header are what the index says."""
+        """An open data file, whose size and header match the index."""
         if file not in self._sources:
             self._sources[file] = self._open(file)
         return self._sources[file]
 
     def read_run(self, run: Sequence[tuple[Index, StoredShard, memoryview]]) -> None:
-        """Reads neighbouring shards of one file, each into its own memory, and checks them: small ones, and those of a store
-        where a read is a request, with one read. CheckpointDamaged names what is damaged."""
+        """Reads and verifies adjacent shards of one file; raises CheckpointDamaged.
+
+        Uses one read for small shards and for stores in which each read is a request.
+        """
         first, last = run[0][1], run[-1][1]
         source, length = self.source(first.file), last.start + last.shard.bytes - first.start
         if length > checksums.TOGETHER_BYTES and not source.wide_reads:
@@ -90,7 +90,7 @@ class Opened:
             self._compare(checksums.checksum(view, index.algorithm), stored)
 
     def check_shard(self, index: Index, stored: StoredShard) -> None:
-        """Reads a shard and keeps nothing of it; CheckpointDamaged names what is damaged."""
+        """Verifies a shard without keeping its bytes; raises CheckpointDamaged."""
         length = stored.shard.bytes
         if self.source(stored.file).wide_reads:
             self.read_run([(index, stored, memoryview(bytearray(length)))])
@@ -112,7 +112,7 @@ class Opened:
         self._sources.clear()
 
     def _check_pieces(self, index: Index, stored: StoredShard, pieces: Iterable[memoryview]) -> None:
-        """Reads a shard piece by piece; each is hashed while it is in the core's cache."""
+        """Reads a shard in pieces and hashes each while it is in the core's cache."""
         source, hasher, at = self.source(stored.file), checksums.new_hasher(index.algorithm), stored.start
         with self._whole(stored):
             for piece in pieces:
@@ -123,11 +123,11 @@ class Opened:
 
     @contextmanager
     def _whole(self, stored: StoredShard) -> Iterator[None]:
-        """A file that ends too early is a damaged one."""
+        """Converts EOFError into CheckpointDamaged."""
         try:
             yield
         except EOFError as error:
-            raise self._damaged(f"{stored.file} is cut short: {error}", stored.shard.name) from error
+            raise self._damaged(f"{stored.file} is truncated: {error}", stored.shard.name) from error
 
     def _read_parallel(self, source: DataReader, start: int, view: memoryview) -> None:
         checksums.in_threads(
@@ -156,13 +156,13 @@ class Opened:
             invalid_keys=(key,),
             tier=self.store.tier,
             path=self.path,
-            hint=f"all that is damaged: allranks checkpoint verify {store_arguments(self.path, self.store.spec.options)}",
+            hint=f"list all damage: allranks checkpoint verify {store_arguments(self.path, self.store.spec.options)}",
         )
 
 
 @contextmanager
 def opened(store: Store, name: str, progress: Callable[[int], None] | None = None) -> Iterator[Opened]:
-    """Opens a checkpoint for reading and protects it from removal meanwhile."""
+    """Opens a checkpoint for reading; it is protected from removal while open."""
     with ExitStack() as stack:
         try:
             stack.enter_context(store.reading(name))
@@ -173,7 +173,7 @@ def opened(store: Store, name: str, progress: Callable[[int], None] | None = Non
                 missing_keys=(MANIFEST,),
                 tier=store.tier,
                 path=store.path_of(name),
-                hint=f"of another program? allranks checkpoint import {quoted(store.path_of(name))} STORE",
+                hint=f"from another program? allranks checkpoint import {quoted(store.path_of(name))} STORE",
             ) from error
         indexes: dict[int, Index] = {}
         checksums.in_threads(
@@ -192,7 +192,7 @@ def _read_index(store: Store, name: str, part: Part) -> Index:
     try:
         data = store.read(name, part.index)
         if len(data) != part.index_bytes or hashlib.sha256(data).hexdigest() != part.index_sha256:
-            problem = "is not the file the manifest names"
+            problem = "does not match the manifest"
     except FileNotFoundError:
         problem = "is missing"
     if problem:
@@ -204,7 +204,7 @@ def _read_index(store: Store, name: str, part: Part) -> Index:
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` found: `problems` is empty when every byte is what was written."""
+    """The result of `verify`: without `problems`, every byte is as written."""
 
     path: str
     step: int
@@ -214,12 +214,12 @@ class Verified:
 
     @property
     def newer(self) -> bool:
-        """Whether it is only that a newer version saved it."""
+        """Whether a newer version of allranks saved it."""
         return any(IS_NEWER in problem for problem in self.problems)
 
 
 def verify_checkpoint(store: Store, name: str, progress: Progress = lambda _: None) -> Verified:
-    """Reads everything and compares every checksum; continues after the first problem."""
+    """Verifies every checksum; continues after the first problem."""
     try:
         with opened(store, name, progress) as checkpoint:
             return _verify(checkpoint)
@@ -230,7 +230,7 @@ def verify_checkpoint(store: Store, name: str, progress: Progress = lambda _: No
 def copy_checkpoint(
     source: Store, name: str, target: Store, new_name: str, progress: Progress = lambda _: None
 ) -> Manifest:
-    """Copies a checkpoint, verified on the way."""
+    """Copies a checkpoint and verifies every byte."""
     attempt = Attempt(new_name, secrets.token_hex(6))
     with opened(source, name, progress) as checkpoint:
         old = checkpoint.manifest
@@ -244,7 +244,7 @@ def copy_checkpoint(
 
 
 def shard_bytes(checkpoint: Opened) -> int:
-    """Bytes of all tensors."""
+    """Total size of all tensors in bytes."""
     return sum(stored.shard.bytes for _, stored in checkpoint.shards())
 
 
@@ -275,7 +275,7 @@ def _verify(checkpoint: Opened) -> Verified:
 
 
 def _damaged_files(checkpoint: Opened) -> dict[str, str]:
-    """Data file → what is wrong with its size or header; files of empty ranks have a header, too."""
+    """Data file → problem with its size or header; the file of a rank without tensors has a header, too."""
     bad = {}
     named = [file.file for index in checkpoint.indexes for file in index.files]
     for file in dict.fromkeys([*named, *(stored.file for _, stored in checkpoint.shards())]):

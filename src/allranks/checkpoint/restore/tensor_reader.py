@@ -1,10 +1,8 @@
-"""Reads tensors out of a checkpoint, whole or just the chunks a rank needs, and checks every byte it uses.
+"""Reads and verifies tensors of a checkpoint: whole ones, or the chunks that a rank needs.
 
-First the reading list: which saved bytes make up the tensors a rank wants. Where the layout has changed,
-torch.distributed.checkpoint's own resharding decides which saved chunks overlap a wanted one, so any layout loads into any
-other.
-
-Everything goes straight into its tensor and is checked while it is in the core's cache.
+`reading_list` determines which saved bytes make up the wanted tensors. If the layout has changed, the resharding of
+torch.distributed.checkpoint finds the saved chunks that overlap a wanted one, so any layout loads into any other. `fill`
+reads them directly into their tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
 
 class FillTarget(NamedTuple):
-    """A chunk to fill: `tensor` is its memory, `offsets` its place in the whole tensor."""
+    """A chunk to fill: its memory, and its offsets in the whole tensor."""
 
     name: str
     tensor: torch.Tensor
@@ -41,7 +39,7 @@ class FillTarget(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A region of a stored shard and the view it belongs into."""
+    """A region of a stored shard, and the view to copy it into."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -50,8 +48,7 @@ class Region(NamedTuple):
 
 @dataclass(slots=True)
 class ReadItem:
-    """One stored shard to read. The whole of it goes to `direct`, a contiguous CPU tensor of its type, or else the
-    `regions` that are wanted to theirs."""
+    """One stored shard to read: as a whole into `direct`, a contiguous CPU tensor, or in parts into `regions`."""
 
     index: Index
     stored: StoredShard
@@ -60,10 +57,10 @@ class ReadItem:
 
 
 def targets_of(tensors: Mapping[str, torch.Tensor]) -> list[FillTarget]:
-    """The local chunks of tensors (DTensor, ShardedTensor, plain), as DCP places them."""
+    """The local chunks of tensors (DTensor, ShardedTensor, plain), as in DCP."""
     found = []
     for name, tensor in tensors.items():
-        if type(tensor) is torch.Tensor and not tensor.requires_grad:  # the usual case, of thousands
+        if type(tensor) is torch.Tensor and not tensor.requires_grad:  # fast path: there are thousands
             found.append(FillTarget(name, tensor, (0,) * tensor.dim()))
             continue
         for part, offsets in zip(local_parts(tensor), local_offsets(tensor), strict=True):
@@ -73,7 +70,7 @@ def targets_of(tensors: Mapping[str, torch.Tensor]) -> list[FillTarget]:
 
 
 def new_targets(checkpoint: Opened, names: Iterable[str]) -> list[FillTarget]:
-    """New CPU tensors for the whole content of the named ones, in the order asked for."""
+    """New CPU tensors for the named tensors, in the given order."""
     table = checkpoint.table()
     wanted = list(names)
     require(checkpoint, wanted)
@@ -84,7 +81,7 @@ def new_targets(checkpoint: Opened, names: Iterable[str]) -> list[FillTarget]:
 
 
 def _refuse_gaps(checkpoint: Opened, name: str, stored: list[tuple[Index, StoredShard]]) -> None:
-    """Before memory is taken for a tensor: all of it must be there, and inside its files."""
+    """Raises if the stored shards of a tensor are incomplete, before memory is allocated for it."""
     there, shape = 0, stored[0][1].shard.shape
     for _, one in stored:
         elements = math.prod(one.shard.sizes)
@@ -99,22 +96,21 @@ def _refuse_gaps(checkpoint: Opened, name: str, stored: list[tuple[Index, Stored
 
 def _gaps(checkpoint: Opened, name: str, there: int, wanted: int) -> CheckpointValidationError:
     return CheckpointValidationError(
-        f"only {there} of {wanted} elements of {name} are in this checkpoint",
+        f"the checkpoint has only {there} of {wanted} elements of {name}",
         missing_keys=(name,),
         path=checkpoint.path,
     )
 
 
 def reading_list(checkpoint: Opened, targets: Sequence[FillTarget]) -> list[ReadItem]:
-    """Every stored shard the targets need, once, in the order of the files.
+    """Every stored shard that the targets need, once, in file order.
 
-    Raises CheckpointValidationError when a tensor is missing, has another shape, or is not there in full.
+    Raises CheckpointValidationError if a tensor is missing, incomplete, or has another shape.
     """
     require(checkpoint, [target.name for target in targets])
     table = checkpoint.table()
     items: list[ReadItem] = []
-    # by the stored shard, which the table holds once: several targets may need parts of it
-    cut: dict[int, ReadItem] = {}
+    cut: dict[int, ReadItem] = {}  # by id of the stored shard: several targets may need parts of it
     for target in targets:
         for index, stored, region in _regions(checkpoint, target, table[target.name]):
             if region is None:
@@ -132,33 +128,33 @@ def require(checkpoint: Opened, names: Iterable[str]) -> None:
     missing = tuple(name for name in names if name not in table)
     if missing:
         raise CheckpointValidationError(
-            f"{len(missing)} tensors are not in it",
+            f"{len(missing)} tensors are missing",
             missing_keys=missing[:20],
             path=checkpoint.path,
-            hint=f"what is in it: allranks checkpoint show {store_arguments(checkpoint.path, checkpoint.store.spec.options)} --tensors",
+            hint=f"list its tensors: allranks checkpoint show {store_arguments(checkpoint.path, checkpoint.store.spec.options)} --tensors",
         )
 
 
 def stored_dtype(shard: Shard) -> torch.dtype:
     found = getattr(torch, shard.view, None) if shard.view else TORCH_DTYPES[shard.dtype]
     if not isinstance(found, torch.dtype):
-        problem = f"{shard.name} is of type '{shard.view}', which this torch does not know"
+        problem = f"{shard.name} has dtype '{shard.view}', which this version of torch lacks"
         raise CheckpointValidationError(problem, hint="upgrade torch")
     return found
 
 
 def empty_for(shard: Shard, whole: bool = False) -> torch.Tensor:
-    """A new tensor for a shard, or for the whole tensor it is a part of."""
+    """A new tensor for a shard, or for the whole tensor."""
     return torch.empty(shard.shape if whole else shard.sizes, dtype=stored_dtype(shard))
 
 
 def _regions(
     checkpoint: Opened, target: FillTarget, stored: list[tuple[Index, StoredShard]]
 ) -> list[tuple[Index, StoredShard, Region | None]]:
-    """The saved regions that make up a target; None: a whole shard, which can be read straight into it."""
+    """The saved regions that make up a target; region None: the shard can be read directly into the target."""
     tensor = target.tensor
     sizes: tuple[int, ...] = tensor.shape
-    for index, one in stored:  # the usual case: saved in the same layout
+    for index, one in stored:  # saved in the same layout, as usual
         if one.shard.offsets == target.offsets and one.shard.sizes == sizes:
             fits = tensor.dtype == stored_dtype(one.shard) and tensor.is_cpu and tensor.is_contiguous()
             fits = fits and not tensor.is_conj() and not tensor.is_neg()
@@ -168,7 +164,7 @@ def _regions(
         o + s > w for o, s, w in zip(target.offsets, sizes, shape, strict=True)
     ):
         raise CheckpointValidationError(
-            f"{target.name} is saved with shape {shape}, wanted are {tuple(sizes)} at {target.offsets}",
+            f"{target.name} was saved with shape {shape}, but {tuple(sizes)} at {target.offsets} is needed",
             invalid_keys=(target.name,),
             path=checkpoint.path,
         )
@@ -189,27 +185,24 @@ def _regions(
     return found
 
 
-#: Neighbouring small shards are fetched together from stores where a read is a request.
-BATCH_BYTES = 32 << 20
-#: What one thread reads in a row at most, so that the kernel reads ahead for it.
-ROW_BYTES = 32 << 20
-#: Requests for runs of shards under way at once.
-RUNS = 4
-#: Shards from this size on are read first: one of them at the end would leave the other threads without work.
+BATCH_BYTES = 32 << 20  # adjacent shards fetched with one request
+ROW_BYTES = 32 << 20  # read sequentially by one thread, for the kernel's read-ahead
+RUNS = 4  # concurrent requests
+#: Shards of this size are read first: at the end, one of them would leave the other threads idle.
 LARGE_BYTES = 64 << 20
-MOST_IN_A_RUN = 512  # a vectored read takes 1024 pieces
+MOST_IN_A_RUN = 512  # a vectored read takes at most 1024 buffers
 
 
 def read_whole(checkpoint: Opened, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """New CPU tensors with the whole content of the named ones, in the order asked for."""
+    """Reads the named tensors into new CPU tensors."""
     targets = new_targets(checkpoint, names)
     fill(checkpoint, reading_list(checkpoint, targets))
     return {target.name: target.tensor for target in targets}
 
 
 def fill(checkpoint: Opened, items: Sequence[ReadItem]) -> None:
-    """Reads what is on a reading list into its places. Raises CheckpointDamaged if any byte is not what was written."""
-    # opened and checked here, not in several threads at once
+    """Reads a reading list. Raises CheckpointDamaged if a byte differs from what was written."""
+    # opens and checks the files here rather than in several threads
     far = {file for file in {item.stored.file for item in items} if checkpoint.source(file).wide_reads}
     near = _runs((item for item in items if item.stored.file not in far), TOGETHER_BYTES)
     in_threads(cores(), _rows(near), lambda row: list(map(partial(_read, checkpoint), row)))
@@ -218,8 +211,7 @@ def fill(checkpoint: Opened, items: Sequence[ReadItem]) -> None:
 
 
 def _read(checkpoint: Opened, run: Sequence[ReadItem]) -> None:
-    """Reads and checks a run: each shard straight into its place if that is one piece of memory, else by way of a tensor of
-    its own."""
+    """Reads and verifies a run of shards: directly into their target, or through a temporary tensor."""
     wholes = [empty_for(item.stored.shard) if item.direct is None else item.direct for item in run]
     pairs = list(zip(run, wholes, strict=True))
     checkpoint.read_run([(item.index, item.stored, memory_of(whole)) for item, whole in pairs])
@@ -229,7 +221,7 @@ def _read(checkpoint: Opened, run: Sequence[ReadItem]) -> None:
 
 
 def _rows(runs: Sequence[list[ReadItem]]) -> list[list[list[ReadItem]]]:
-    """Runs in rows, in the order of the files, a few for every thread; the large ones first, each on its own."""
+    """Groups runs for the threads, a few groups per thread, in file order; large shards come first, each alone."""
     limit = min(ROW_BYTES, sum(map(_length, runs)) // (4 * cores()))
     rows: list[list[list[ReadItem]]] = []
     length = limit
@@ -248,9 +240,9 @@ def _length(run: Sequence[ReadItem]) -> int:
 
 
 def _runs(items: Iterable[ReadItem], limit: int) -> list[list[ReadItem]]:
-    """Neighbouring shards of one file in runs of at most `limit` bytes (one shard may be longer)."""
+    """Groups adjacent shards of a file into runs of at most `limit` bytes (a single shard may be longer)."""
     runs: list[list[ReadItem]] = []
-    file, start, end = "", 0, -1  # of the run that grows
+    file, start, end = "", 0, -1  # of the last run
     for item in items:
         stored = item.stored
         stop = stored.start + stored.shard.bytes

@@ -1,5 +1,6 @@
-"""One save of a rank: agree with the other ranks, copy, hand the snapshot to the memory tier and the helper process; and all
-saves under way (`Saves`): how many there are, and which of them failed.
+"""Coordinates a save: agrees with the other ranks, starts the copy, hands the snapshot to the memory tier and the helper.
+
+`Saves` tracks all running saves and their failures.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ log = logging.getLogger("allranks.checkpoint")
 
 @dataclass(frozen=True)
 class Pending:
-    """One save that has been started. `future` is done when it is durable, or has failed."""
+    """One started save. `future` is done when the save is durable or has failed."""
 
     tier: str
     step: int
@@ -43,7 +44,7 @@ class Pending:
 
 
 class Saves:
-    """The saves of one manager. Thread-safe: copies finish in their own threads."""
+    """The saves of one manager. Thread-safe, because copies finish in other threads."""
 
     def __init__(self, policy: AsyncSavePolicy) -> None:
         self.policy = policy
@@ -53,42 +54,39 @@ class Saves:
         self.newest: dict[str, int] = {}  # tier -> newest step that is durable
         self._pending: list[Pending] = []
         self._unraised: list[CheckpointSaveError] = []
-        self._failed = False  # one, since `any_failed` was asked
+        self._failed = False  # a save failed since the last `any_failed()`
         self._lock = threading.Lock()
 
-    def announce(self, tier: str, step: int, path: str) -> Future[Saved]:
-        """Counts a save whose copy is still under way; its future ends it."""
+    def announce(self, job: SaveJob) -> Future[Saved]:
+        """Registers a save whose copy is still running."""
         future: Future[Saved] = Future()
-        with self._lock:  # those of this step are still to be waited for, also where they have failed
-            kept = [one for one in self._pending if one.step == step or not one.future.done()]
-            self._pending = [*kept, Pending(tier, step, path, future)]
+        with self._lock:  # failed saves of this step stay, because `wait` reports them
+            kept = [one for one in self._pending if one.step == job.step or not one.future.done()]
+            self._pending = [*kept, Pending(job.tier, job.step, job.path, future)]
         return future
 
-    def submit(self, snapshot: StateSnapshot, tier: str, job: SaveJob, announced: Future[Saved]) -> None:
-        """Hands a complete snapshot to the helper; it is held until the save has ended."""
+    def submit(self, snapshot: StateSnapshot, job: SaveJob, announced: Future[Saved]) -> None:
+        """Hands a complete snapshot to the helper; the snapshot is held until the save ends."""
         snapshot.hold()
-        order = SaveOrder(job, tier, snapshot.arena, snapshot.plan)
         try:
-            inner = self.helper.submit(order)
-        except OSError as error:  # no process, or no memory, for a new helper
+            inner = self.helper.submit(SaveOrder(job, snapshot.arena, snapshot.plan))
+        except OSError as error:  # no process or memory for a new helper
             snapshot.release()
-            self.fail(tier, str(job.store.url), error, announced)
+            self.fail(job, error, announced)
             return
-        inner.add_done_callback(lambda done: self._ended(snapshot, order, announced, done))
+        inner.add_done_callback(lambda done: self._ended(snapshot, job, announced, done))
 
-    def fail(self, tier: str, path: str, error: BaseException, announced: Future[Saved]) -> None:
-        """Ends an announced save that never reached the helper."""
-        reason = (
-            error.reason if isinstance(error, CheckpointSaveError) else f"{type(error).__name__}: {error}"
-        )
-        self._settle(announced, CheckpointSaveError(reason, tier=tier, path=path))
+    def fail(self, job: SaveJob, error: BaseException, announced: Future[Saved]) -> None:
+        """Ends an announced save that did not reach the helper."""
+        reason = f"{type(error).__name__}: {error}"
+        self._settle(announced, CheckpointSaveError(reason, tier=job.tier, path=job.path))
 
     def busy(self, tiers: set[str]) -> list[Pending]:
         with self._lock:
             return [p for p in self._pending if p.tier in tiers and not p.future.done()]
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits for every save; False when one of them failed, or the time ran out."""
+        """Waits for all saves; False on timeout or if one failed."""
         with self._lock:
             futures = [pending.future for pending in self._pending]
         done, left = wait(futures, timeout_s)
@@ -97,13 +95,13 @@ class Saves:
         return not left and not any(future.exception() for future in done)
 
     def any_failed(self) -> bool:
-        """Whether a save failed since this was asked last."""
+        """Whether a save failed since the last call."""
         with self._lock:
             failed, self._failed = self._failed, False
         return failed
 
     def wait_for_room(self, tiers: set[str], most: int, timeout_s: float) -> None:
-        """Waits until fewer than `most` steps are being saved to these tiers: each holds a buffer."""
+        """Waits until fewer than `most` steps are being saved to these tiers: each step uses a buffer."""
         running = self.busy(tiers)
         steps = sorted({pending.step for pending in running})
         oldest = set(steps[: max(0, len(steps) - most + 1)])
@@ -112,21 +110,21 @@ class Saves:
                 pending.future.exception(timeout_s)
 
     def wait_for(self, tier: str, path: str, timeout_s: float) -> None:
-        """Waits for saves to one path ("": all of the tier); their failure is reported elsewhere."""
+        """Waits for saves to one path ("": all of the tier); does not raise their failures."""
         with self._lock:
             mine = [p for p in self._pending if p.tier == tier and path in ("", p.path)]
         for pending in mine:
             pending.future.exception(timeout_s)
 
     def raise_failures(self) -> None:
-        """Under the policy "fail": raises the first failure that was not raised yet."""
+        """With the policy "fail", raises the first failure that was not raised yet."""
         with self._lock:
             unraised, self._unraised = self._unraised, []
         if unraised and self.policy is AsyncSavePolicy.FAIL:
             raise unraised[0]
 
     def _ended(
-        self, snapshot: StateSnapshot, order: SaveOrder, announced: Future[Saved], done: Future[Saved]
+        self, snapshot: StateSnapshot, job: SaveJob, announced: Future[Saved], done: Future[Saved]
     ) -> None:
         snapshot.release()
         error = done.exception()
@@ -134,13 +132,14 @@ class Saves:
             saved = done.result()
             with self._lock:
                 self.finished += 1
-                self.newest[order.tier] = max(order.job.step, self.newest.get(order.tier, -1))
+                self.newest[job.tier] = max(job.step, self.newest.get(job.tier, -1))
                 self._pending = [p for p in self._pending if p.future is not announced]
             log.info("saved %s: %d bytes in %.2f s", saved.path, saved.bytes, saved.total_s)
             for name in saved.left:
                 log.info("kept %s beyond keep_last_n: it is being read", name)
             if saved.problem:
-                log.warning("saved %s, but older ones could not be removed: %s", saved.path, saved.problem)
+                text = "saved %s, but could not remove older checkpoints: %s"
+                log.warning(text, saved.path, saved.problem)
             announced.set_result(saved)
         else:
             assert isinstance(error, CheckpointSaveError)
@@ -156,24 +155,23 @@ class Saves:
 
 
 Tier = CheckpointTier
-#: Steps being saved at once under busy_policy "queue": one more waits for the oldest.
-MOST_BUFFERS = 2
+MOST_BUFFERS = 2  # steps being saved at once with busy_policy "queue"
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What the other ranks must know before a save. `common` shows whether they may share one skeleton."""
+    """Exchanged between the ranks before a save."""
 
     step: int
     busy: list[str] = field(default_factory=list)  # tiers that this rank is still saving to
     mark: str = ""  # fingerprint of its tensors
-    common: str = ""
+    common: str = ""  # hash of its skeleton: ranks with the same hash share one
     error: str = ""  # why this rank cannot save
     token: str = field(default_factory=lambda: secrets.token_hex(6))
 
 
 class SaveCoordinator:
-    """The saves of one manager. `given` is the newest step that was handed to each tier, `copy` the last copy."""
+    """Starts the saves of one manager. `given` is the newest step handed to each tier, `copy` the last copy."""
 
     def __init__(
         self, config: CheckpointConfig, group: RankGroup, places: TierLocations, memory: MemorySnapshotBackend
@@ -187,7 +185,7 @@ class SaveCoordinator:
         self.copy: Copy | None = None
 
     def save(self, state: CheckpointState, tiers: tuple[Tier, ...], may_skip: bool) -> dict[Tier, str | None]:
-        """One snapshot for all tiers (one per set of ranks that share a store); returns tier → path."""
+        """Saves one snapshot to all tiers (one per set of ranks that share a store); returns tier → path."""
         if self.copy is not None:
             self.copy.join()
         durable = tuple(tier for tier in tiers if tier is not Tier.MEMORY)
@@ -195,9 +193,9 @@ class SaveCoordinator:
         problem: CheckpointSaveError | None = None
         try:
             flat = flatten_state(state, self.group.rank)
-        except Exception as error:  # the other ranks must hear of it before this one raises
-            said = str(error) if isinstance(error, (TypeError, ValueError)) else reason_of(error)
-            problem = CheckpointSaveError(said, tier="MEMORY", path="")
+        except Exception as error:  # the other ranks must know before this one raises
+            reason = str(error) if isinstance(error, (TypeError, ValueError)) else reason_of(error)
+            problem = CheckpointSaveError(reason, tier="MEMORY", path="")
         saved: dict[Tier, str | None] = {}
         in_memory = Tier.MEMORY in tiers
         for together in self.places.together(durable):
@@ -210,7 +208,7 @@ class SaveCoordinator:
             saved.update(paths)
         if flat is None:
             raise problem or AssertionError("unreachable")
-        if in_memory and not saved:  # for the memory tier alone: no exchange with the other ranks
+        if in_memory and not saved:  # the memory tier alone needs no exchange with the other ranks
             plan = self.planner.alone(fingerprint(flat.tensors), flat.tensors)
             if not may_skip or self._has_room(state.step, plan):
                 self._start(state, flat, plan, [], True)
@@ -225,7 +223,7 @@ class SaveCoordinator:
         tiers: tuple[Tier, ...],
         may_skip: bool,
     ) -> tuple[list[Proposal], tuple[Tier, ...]]:
-        """(every rank's proposal, the tiers that no rank is still saving to). Raises on every rank alike."""
+        """(proposals of all ranks, the tiers that no rank is still saving to). Errors raise on all ranks."""
         running = self.saves.busy({tier.name for tier in tiers})
         skips = may_skip and self.config.busy_policy is BusyPolicy.SKIP
         mine = Proposal(state.step, sorted({pending.tier for pending in running}) if skips else [])
@@ -249,7 +247,7 @@ class SaveCoordinator:
         tiers: tuple[Tier, ...],
         in_memory: bool,
     ) -> tuple[dict[Tier, str | None], bool]:
-        """Plans, copies, and hands the snapshot on. (tier → path, kept in memory too)."""
+        """Plans and starts the save. (tier → path, whether the memory tier keeps the snapshot)."""
         rank, sharers = self.group.rank, self.places.sharers(tiers[0])
         try:
             plan = self.planner.shared([one.mark for one in proposals], sharers, flat.tensors, in_memory)
@@ -265,17 +263,17 @@ class SaveCoordinator:
     def _not_busy(
         self, tiers: tuple[Tier, ...], proposals: list[Proposal], running: list[Pending], step: int
     ) -> tuple[Tier, ...]:
-        """The tiers that no rank is still saving to; the others are left out, with a warning."""
+        """The tiers that no rank is still saving to; logs a warning for the others."""
         for tier in [tier for tier in tiers if any(tier.name in one.busy for one in proposals)]:
             tiers = tuple(other for other in tiers if other is not tier)
             self.skipped += 1
             since = [str(pending.step) for pending in running if pending.tier == tier.name]
-            text = "step %d is not saved to %s: the save of step %s still runs (busy_policy=skip)"
+            text = "step %d is not saved to %s: the save of step %s is still running (busy_policy=skip)"
             log.warning(text, step, tier.name, since[0] if since else "? on another rank")
         return tiers
 
     def _has_room(self, step: int, plan: Plan) -> bool:
-        """Whether the memory tier can take a snapshot; says so when it cannot."""
+        """Whether the memory tier has room for a snapshot; logs a warning if not."""
         try:
             self.memory.make_room(plan.arena_bytes)
         except MemoryLimitExceeded as error:
@@ -291,30 +289,30 @@ class SaveCoordinator:
         jobs: list[tuple[Tier, SaveJob]],
         keep: bool,
     ) -> None:
-        """Begins the copy; what follows it runs when the bytes are complete."""
+        """Starts the copy; `after` submits the saves when it is complete."""
         if keep:
             self.memory.make_room(plan.arena_bytes)
         saves, memory = self.saves, self.memory
         self.given.update({tier.name: max(state.step, self.given.get(tier.name, -1)) for tier, _ in jobs})
-        orders = [(tier.name, job, saves.announce(tier.name, state.step, job.path)) for tier, job in jobs]
+        orders = [(job, saves.announce(job)) for _, job in jobs]
         try:
             snapshot = StateSnapshot.begin(state, flat, plan, memory.pool)
-        except (OSError, MemoryError) as error:  # no memory, or no descriptor, for a copy
+        except (OSError, MemoryError) as error:  # no memory or descriptor
             log.warning("step %d cannot be copied: %s", state.step, reason_of(error))
-            for tier, job, announced in orders:
-                saves.fail(tier, job.path, error, announced)
+            for job, announced in orders:
+                saves.fail(job, error, announced)
             return
-        snapshot.hold()  # for the copy
+        snapshot.hold()  # released by `after`
         if keep:
             memory.add(snapshot)
 
         def after(error: BaseException | None) -> None:
             snapshot.ready = error is None
-            for tier, job, announced in orders:
+            for job, announced in orders:
                 if error is None:
-                    saves.submit(snapshot, tier, job, announced)
+                    saves.submit(snapshot, job, announced)
                 else:
-                    saves.fail(tier, job.path, error, announced)
+                    saves.fail(job, error, announced)
             if error is not None:
                 log.warning("[MEMORY] the snapshot of step %d is dropped: %s", state.step, error)
                 memory.discard(snapshot)
@@ -331,7 +329,7 @@ class SaveCoordinator:
     def _job(self, state: CheckpointState, flat: FlatState, tier: Tier, token: str, alike: bool) -> SaveJob:
         config = self.config
         retries = config.async_save_retries if config.async_save_policy is AsyncSavePolicy.RETRY else 0
-        shown = {  # what a manifest can show
+        metrics = {  # those that JSON can represent
             str(name): value
             for name, value in state.metrics.items()
             if isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))
@@ -348,7 +346,7 @@ class SaveCoordinator:
             algorithm=best_algorithm(),
             common=None if alike else flat.common,
             own=flat.own,
-            metrics=shown,
+            metrics=metrics,
             keep_last=1 if tier is Tier.PEER else config.keep_last_n,
             commit_timeout_s=config.commit_timeout_s,
             retries=retries,
@@ -358,7 +356,7 @@ class SaveCoordinator:
 
 
 def check_proposals(proposals: list[Proposal], step: int, tier: str, url: str) -> None:
-    """Raises on every rank alike when they disagree on the step, or one of them cannot save."""
+    """Raises on all ranks if they disagree on the step or one of them cannot save."""
     path = f"{url.rstrip('/')}/{checkpoint_name(step)}"
     steps = sorted({one.step for one in proposals})
     if len(steps) > 1:
@@ -370,7 +368,7 @@ def check_proposals(proposals: list[Proposal], step: int, tier: str, url: str) -
 
 
 def _storages(optimizers: Iterable[torch.optim.Optimizer | None]) -> frozenset[int]:
-    """The memory that only these optimizers change: their parameters and their state."""
+    """The storages of the parameters and the state of these optimizers."""
     found = set()
     for optimizer in optimizers:
         if optimizer is None:

@@ -1,8 +1,7 @@
-"""The helper process: hashes, writes and uploads what a rank has copied into shared memory. Torch-free.
+"""The helper process of a rank: hashes, writes and uploads snapshots in shared memory. No torch.
 
-One per rank, started as `python -m allranks.checkpoint.save.helper` with a socket as descriptor 3. Each store has a
-thread that works off one save after the other, so that a slow upload does not hold up the disk. When the rank goes
-away, however it dies, the helper finishes the saves it was given (it holds the memory itself), and ends.
+Started as `python -m allranks.checkpoint.save.helper` with a socket as descriptor 3. Each store has its own thread, so that
+a slow upload does not delay the disk. If the rank dies, the helper finishes its saves, whose memory it has mapped, and exits.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ from allranks.checkpoint.save.writer import Saved, SaveJob, write_checkpoint
 from allranks.checkpoint.stores import Attempt, Store, StoreSpec, hint_for, open_store, reason_of
 
 SOCKET_FD = 3
-#: What rank and helper send each other, as JSON: `kind` says which of the messages at the end of the module it is.
-Message: TypeAlias = dict[str, Any]
-#: Saving gives way to training where both want the same core.
-NICENESS = 5
+Message: TypeAlias = dict[str, Any]  # between rank and helper, as JSON; `kind` is the type
+NICENESS = 5  # training has priority on a shared core
 
 
 class Helper:
-    """The state of one helper: mapped memory, known layouts, open stores."""
+    """The mapped memory, layouts and open stores of one helper."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -45,11 +42,11 @@ class Helper:
         self.sending = threading.Lock()
 
     def serve(self) -> None:
-        """Works until the rank closes its side, and whatever it has given is done."""
+        """Runs until the rank closes its side and all its saves are done."""
         try:
             while (message := self.inbox.receive()) is not None:
                 self.handle(message)
-        finally:  # also after a message that made no sense: no worker may outlive the one who feeds it
+        finally:  # also after an invalid message: otherwise the workers would keep the process alive
             for waiting in self.queues.values():
                 waiting.put(None)
             for worker in self.workers:
@@ -68,12 +65,12 @@ class Helper:
         elif kind == "layout":
             self.layouts[message["id"]] = lay_out(shards_from_json(message["shards"]))
         elif kind == "save":
-            # taken now: the rank may drop the arena, and let layouts be forgotten, before its turn
+            # looked up now: the rank may drop the arena and the layouts before this save starts
             taken = {"image": self.arenas[message["arena"]], "layout": self.layouts[message["layout"]]}
             self.queue_of(message["job"]["store"]["url"]).put({**message, **taken})
 
     def queue_of(self, url: str) -> queue.SimpleQueue[Message | None]:
-        """The waiting line of a store, with its thread."""
+        """The queue of a store; starts its thread at the first use."""
         if url not in self.queues:
             self.queues[url] = queue.SimpleQueue()
             worker = threading.Thread(target=self.work, args=(self.queues[url],), name=f"save {url}")
@@ -86,7 +83,7 @@ class Helper:
             self.reply(self.save(message))
 
     def save(self, message: Message) -> Message:
-        """One save from start to end; never raises."""
+        """Carries out one save; never raises."""
         job = job_from_json(message["job"])
         try:
             store = self.store(job.store)
@@ -94,20 +91,20 @@ class Helper:
             return {"kind": "saved", "save": message["save"], "result": asdict(saved)}
         except Exception as error:
             if isinstance(error, PermissionError):
-                self.stores.pop(repr(job.store), None)  # its keys may have been renewed by the next save
-            import traceback  # only when something fails: the helper is to be small
+                self.stores.pop(repr(job.store), None)  # the keys may be renewed before the next save
+            import traceback  # imported late to keep the helper small
 
             return {
                 "kind": "failed",
                 "save": message["save"],
                 "reason": reason_of(error),
                 "path": job.path,
-                "hint": hint_for(error, message["tier"], job.store.url, job.store.options),
+                "hint": hint_for(error, job.store),
                 "trace": traceback.format_exc(),
             }
 
     def store(self, spec: StoreSpec) -> Store:
-        """The open store of an address; opened once, since connections are kept in it."""
+        """The store of an address, opened once to reuse its connections."""
         key = repr(spec)
         if key not in self.stores:
             self.stores[key] = open_store(spec)
@@ -117,13 +114,13 @@ class Helper:
         return self.parent is not None and not select.select([self.parent], [], [], 0)[0]
 
     def reply(self, message: Message) -> None:
-        """Tells the rank; a rank that is gone does not need to know."""
+        """Sends a message to the rank, if it still exists."""
         with contextlib.suppress(OSError), self.sending:
             send_json(self.sock, message)
 
 
 def _watch_parent() -> int | None:
-    """A descriptor that becomes readable when the rank has ended; None if it has already."""
+    """A descriptor that becomes readable when the rank exits; None if it already has."""
     try:
         return os.pidfd_open(os.getppid())
     except OSError:
@@ -148,7 +145,7 @@ def job_from_json(raw: Message) -> SaveJob:
 
 
 def shards_from_json(raw: list[list[Any]]) -> list[Shard]:
-    """The shards again; as JSON a shard is a list."""
+    """Shards from their JSON lists."""
     return [
         Shard(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), length, view)
         for name, dtype, shape, offsets, sizes, length, view in raw

@@ -1,7 +1,7 @@
-"""The rank's side of its helper process: starts it, hands it saves, learns how they ended, restarts it.
+"""The rank's client of its helper process: starts it, submits saves, receives their results.
 
-`submit` returns a Future at once. A helper that dies (killed, out of memory) is replaced, and its unfinished
-saves are handed to the new one once: their bytes are still in shared memory.
+`submit` returns a Future immediately. If a helper dies, its unfinished saves are handed to a new one, once: their bytes are
+still in shared memory.
 """
 
 from __future__ import annotations
@@ -27,29 +27,26 @@ from allranks.checkpoint.save.snapshot import SharedArena
 from allranks.checkpoint.save.writer import Saved, SaveJob
 from allranks.errors import CheckpointSaveError
 
-#: How often the unfinished saves of dead helpers are handed to a new one.
-RESTARTS = 1
-#: Plans that a helper remembers the shards of.
-MOST_LAYOUTS = 8
+RESTARTS = 1  # how often a save is handed to a new helper
+MOST_LAYOUTS = 8  # layouts kept by a helper
 
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """One save as the helper gets it. The shards of a plan are sent once per helper."""
+    """One save for the helper. The shards of a plan are sent once per helper."""
 
     job: SaveJob
-    tier: str
     arena: SharedArena
     plan: Plan
 
 
 @dataclass
 class _Running:
-    """One helper process and what it owes. Its thread holds this, not the client: no cycle, no leak."""
+    """One helper process and its unfinished saves. The listener thread references this and not the client."""
 
     sock: socket.socket
     pid: int
-    owed: dict[int, tuple[SaveOrder, Future[Saved], int]] = field(default_factory=dict)
+    unfinished: dict[int, tuple[SaveOrder, Future[Saved], int]] = field(default_factory=dict)
     arenas: dict[int, weakref.ref[SharedArena]] = field(default_factory=dict)
     layouts: set[int] = field(default_factory=set)
     ended: bool = False
@@ -57,7 +54,7 @@ class _Running:
 
 
 class HelperClient:
-    """Starts its helper with the first save. `close()` lets it finish within a limit, then ends it."""
+    """Starts its helper with the first save. `close()` lets it finish within a limit, then kills it."""
 
     def __init__(self) -> None:
         self._running: _Running | None = None
@@ -66,12 +63,12 @@ class HelperClient:
 
     @property
     def pid(self) -> int | None:
-        """The helper's process id while it runs."""
+        """The helper's process id while it is running."""
         running = self._running
         return running.pid if running is not None and not running.ended else None
 
     def start(self) -> None:
-        """Starts the helper unless it runs."""
+        """Starts the helper unless it is running."""
         if self._running is None or self._running.ended:
             self._running = _start()
             if self._finalizer is not None:
@@ -79,7 +76,7 @@ class HelperClient:
             self._finalizer = weakref.finalize(self, _end, self._running, os.getpid())
 
     def submit(self, order: SaveOrder) -> Future[Saved]:
-        """Hands a save to the helper. The arena must stay untouched until the Future is done."""
+        """Hands a save to the helper. The arena must not change until the Future is done."""
         future: Future[Saved] = Future()
         number = next(self._numbers)
         self.start()
@@ -88,7 +85,7 @@ class HelperClient:
         return future
 
     def close(self, timeout_s: float | None = 30.0) -> None:
-        """Closes the channel, waits for the helper to finish and end, kills it at the limit; None: it finishes alone."""
+        """Closes the channel, waits for the helper, and kills it at the limit; None: does not wait."""
         running, self._running = self._running, None
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -103,7 +100,7 @@ class HelperClient:
 
 
 def _start() -> _Running:
-    """Spawns the process: a posix_spawn, since a fork of a big torch process costs its page tables."""
+    """Starts the process with posix_spawn: a fork would copy the page tables of a large torch process."""
     ours, theirs = socket.socketpair()
     source = str(Path(allranks.__file__).parent.parent)
     env = {
@@ -111,13 +108,13 @@ def _start() -> _Running:
         "MALLOC_ARENA_MAX": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")])),
     }
-    # -OO: no docstrings, half a megabyte less
+    # -OO drops docstrings, which saves half a megabyte
     command = [sys.executable, "-OO", "-m", "allranks.checkpoint.save.helper"]
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, theirs.fileno(), SOCKET_FD),
     ]
-    # a session of its own: a Ctrl-C in the terminal must not cut a save in half
+    # its own session: Ctrl-C in the terminal must not interrupt a save
     try:
         pid = os.posix_spawn(sys.executable, command, env, file_actions=actions, setsid=True)
     except OSError:
@@ -133,10 +130,10 @@ def _start() -> _Running:
 
 def _give(running: _Running, number: int, order: SaveOrder, future: Future[Saved], restarts: int) -> None:
     with running.lock:
-        running.owed[number] = (order, future, restarts)
+        running.unfinished[number] = (order, future, restarts)
         dead = running.ended
         if not dead:
-            with contextlib.suppress(OSError):  # a helper that just died: its listener hands the save on
+            with contextlib.suppress(OSError):  # the helper has just died: its listener restarts the save
                 _send_order(running, number, order)
     if dead:
         _settle_dead(running)
@@ -151,23 +148,24 @@ def _send_order(running: _Running, number: int, order: SaveOrder) -> None:
         del running.arenas[gone]
         send_json(running.sock, {"kind": "drop", "id": gone})
     if order.plan.id not in running.layouts:
-        if len(running.layouts) >= MOST_LAYOUTS:  # of a state that has other tensors at each save
+        if len(running.layouts) >= MOST_LAYOUTS:  # the state has other tensors at each save
             running.layouts.clear()
             send_json(running.sock, {"kind": "forget"})
         running.layouts.add(order.plan.id)
-        shards = [placed.shard for placed in order.plan.layout.placed]  # in the order given to the layout
+        shards = [placed.shard for placed in order.plan.layout.placed]
         send_json(running.sock, {"kind": "layout", "id": order.plan.id, "shards": shards})
-    save = {"kind": "save", "save": number, "layout": order.plan.id, "arena": arena.id, "tier": order.tier}
+    save = {"kind": "save", "save": number, "layout": order.plan.id, "arena": arena.id}
     send_json(running.sock, {**save, "job": job_to_json(order.job)})
 
 
 def _listen(running: _Running) -> None:
-    """Thread of one helper: turns its replies into results until it ends."""
+    """Listener thread of one helper: completes futures until the helper exits."""
     inbox = JsonReader(running.sock)
     try:
         while (message := inbox.receive()) is not None:
-            # a function: this frame must not keep the save, and its manager, alive
-            _deliver(running, message)
+            _deliver(
+                running, message
+            )  # a function, so that this frame does not keep the save and its manager alive
     except OSError:
         pass
     with running.lock:
@@ -179,46 +177,49 @@ def _listen(running: _Running) -> None:
 
 def _deliver(running: _Running, message: Message) -> None:
     with running.lock:
-        order, future, _ = running.owed.pop(message["save"])
+        order, future, _ = running.unfinished.pop(message["save"])
     if message["kind"] == "saved":
         future.set_result(saved_from_json(message["result"]))
         return
     error = CheckpointSaveError(
-        str(message["reason"]), tier=order.tier, path=str(message["path"]), hint=str(message["hint"])
+        str(message["reason"]), tier=order.job.tier, path=str(message["path"]), hint=str(message["hint"])
     )
     error.__cause__ = RuntimeError(f"in the helper process:\n{message['trace']}")
     future.set_exception(error)
 
 
 def _settle_dead(running: _Running) -> None:
-    """Hands what a dead helper owes to a new one, once; fails it the second time."""
+    """Hands the unfinished saves of a dead helper to a new one, or fails them the second time."""
     with running.lock:
-        owed, running.owed = running.owed, {}
+        unfinished, running.unfinished = running.unfinished, {}
     successor: _Running | None = None
-    for number, (order, future, restarts) in owed.items():
+    for number, (order, future, restarts) in unfinished.items():
         if restarts >= RESTARTS:
-            died = f"the helper process (pid {running.pid}) died while saving, {restarts + 1} times"
-            hint = "out of memory? The kernel says so: dmesg | tail"
-            future.set_exception(CheckpointSaveError(died, tier=order.tier, path=order.job.path, hint=hint))
+            job, died = (
+                order.job,
+                f"the helper process (pid {running.pid}) died while saving, {restarts + 1} times",
+            )
+            hint = "out of memory? Check the kernel log: dmesg | tail"
+            future.set_exception(CheckpointSaveError(died, tier=job.tier, path=job.path, hint=hint))
             continue
         successor = successor or _start()
         _give(successor, number, order, future, restarts + 1)
     if successor is not None:
-        successor.sock.shutdown(socket.SHUT_WR)  # it ends when it has worked off what it was given
+        successor.sock.shutdown(socket.SHUT_WR)  # it exits when its saves are done
 
 
 def _end(running: _Running, owner: int) -> None:
-    """Finalizer of a client that nobody closed: the helper finishes on its own. Does nothing in a fork."""
+    """Finalizer of a client that was not closed: lets the helper finish. Does nothing in a forked child."""
     if os.getpid() != owner:
         return
     with contextlib.suppress(OSError):
         running.sock.shutdown(socket.SHUT_WR)
-    if not running.owed:
+    if not running.unfinished:
         _reap(running.pid, 2.0)
 
 
 def _reap(pid: int, timeout_s: float) -> bool:
-    """Waits for a child's end; True when it is gone."""
+    """Waits for a child to exit; True if it has."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

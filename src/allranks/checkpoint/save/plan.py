@@ -1,8 +1,8 @@
-"""Who writes which piece: torch.distributed.checkpoint's planners, driven once per structure of the state.
+"""Plans which rank writes which chunk, with the planners of torch.distributed.checkpoint.
 
-DCP's planner says which chunk of each tensor this rank holds (DTensor, FSDP2, tensor parallel, ShardedTensor or
-plain); replicated chunks are spread over the ranks that share a store. The result is kept until names, shapes or
-placements change: saves after the first plan nothing and exchange a few bytes.
+DCP's planner finds the chunks that this rank holds (DTensor, FSDP2, tensor parallel, ShardedTensor or plain). Replicated
+chunks are distributed over the ranks that share a store. A plan is kept until names, shapes or placements change, so later
+saves exchange a few bytes only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _plan_ids = itertools.count(1)
 
 @dataclass(frozen=True)
 class Piece:
-    """One local chunk: its shard, which tensor it comes from (`ordinal` counts the local chunks of a tensor)."""
+    """One local chunk; `ordinal` counts the local chunks of a tensor."""
 
     shard: Shard
     dtype: torch.dtype
@@ -50,13 +50,13 @@ class Piece:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What finds its bytes among the tensors of a state."""
+        """Identifies the chunk among the tensors of a state."""
         return self.shard.name, self.ordinal
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A piece and where it goes in the arena."""
+    """A piece and its offset in the arena."""
 
     piece: Piece
     start: int
@@ -64,7 +64,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every piece of a snapshot goes. `owned` make the data file; `extra` follow it in memory only."""
+    """The layout of a snapshot. `owned` pieces form the data file; `extra` pieces follow it in memory only."""
 
     id: int
     fingerprint: str
@@ -75,7 +75,7 @@ class Plan:
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Changes whenever a plan made for other tensors would not fit these."""
+    """A hash of names, dtypes, shapes and placements: a plan is valid for tensors of the same fingerprint."""
     parts = []
     for name, tensor in tensors.items():
         where = f"{tensor.device_mesh}{tensor.placements}" if is_dtensor(tensor) else ""
@@ -84,7 +84,7 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def find_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
-    """The chunks this rank holds, as DCP's planner sees them. Empty chunks of non-empty tensors are left out."""
+    """The chunks that this rank holds, from DCP's planner, without empty chunks of non-empty tensors."""
     items = create_default_local_save_plan(dict(tensors), True).items
     seen: dict[str, int] = {}
     pieces = []
@@ -100,21 +100,23 @@ def find_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
 
 
 _SMALL_BYTES = 64 << 10
-#: What the other ranks must know about a piece, as JSON: name, offsets, sizes, bytes.
+#: A piece as sent to the other ranks: name, offsets, sizes, bytes.
 Described: TypeAlias = tuple[str, list[int], list[int], int]
 
 
 def deduplicate(every: Sequence[Sequence[Described]]) -> list[set[tuple[str, tuple[int, ...]]]]:
-    """For each rank's [name, offsets, sizes, bytes] list: the (name, offsets) it has to write. What several ranks hold goes
-    to the one that has the least to write so far, large chunks first. Small ones go to the first: running statistics may
-    differ between ranks, and those of two must not be mixed."""
+    """For each rank, the (name, offsets) of the chunks that it writes, given the chunks that each rank holds.
+
+    A chunk on several ranks goes to the one with the least to write so far, large chunks first. Small ones go to the first
+    rank: running statistics may differ between ranks, and those of two ranks must not be mixed.
+    """
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     lengths, known = {}, dict[tuple[str, tuple[int, ...]], list[int]]()
     for rank, entries in enumerate(every):
         for name, offsets, sizes, length in entries:
             chunk = (name, tuple(offsets))
             if known.setdefault(chunk, sizes) != sizes:
-                text = f"ranks hold different tensors as {name}, of sizes {known[chunk]} and {sizes}: give each its own name"
+                text = f"ranks have different tensors named {name}, of sizes {known[chunk]} and {sizes}: rename one"
                 raise ValueError(text)
             holders.setdefault(chunk, []).append(rank)
             lengths[chunk] = length
@@ -130,7 +132,7 @@ def deduplicate(every: Sequence[Sequence[Described]]) -> list[set[tuple[str, tup
 def make_plan(
     mark: str, pieces: Sequence[Piece], owned: set[tuple[str, tuple[int, ...]]] | None, keep_all: bool
 ) -> Plan:
-    """Lays a snapshot out. `owned` None: every piece is. `keep_all`: pieces others write are kept in memory too."""
+    """Lays out a snapshot. `owned` None: all pieces are owned. `keep_all`: pieces of other ranks are kept in memory."""
     mine = [p for p in pieces if owned is None or (p.shard.name, p.shard.offsets) in owned]
     written = {p.key for p in mine}
     rest = [p for p in pieces if p.key not in written] if keep_all else []
@@ -146,14 +148,14 @@ def make_plan(
 
 
 class Planner:
-    """Keeps the plans of one manager's tensors until they change."""
+    """Caches the plans of one manager until its tensors change."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self._plans: dict[Hashable, Plan] = {}
 
     def alone(self, mark: str, tensors: Mapping[str, torch.Tensor]) -> Plan:
-        """Every local piece, for a snapshot that stays in this process."""
+        """A plan with every local piece, for a snapshot that stays in this process."""
         if mark not in self._plans:
             self._keep(mark, mark, make_plan(mark, find_pieces(tensors), None, True))
         return self._plans[mark]
@@ -165,7 +167,7 @@ class Planner:
         tensors: Mapping[str, torch.Tensor],
         keep_all: bool,
     ) -> Plan:
-        """This rank's part of a checkpoint. `marks` are all ranks' fingerprints: new ones are planned together."""
+        """This rank's part of a checkpoint. `marks` are the fingerprints of all ranks; new ones need a collective plan."""
         key = (self.group.world, tuple(marks), sharers, keep_all)
         if key not in self._plans:
             pieces = find_pieces(tensors)
@@ -179,7 +181,7 @@ class Planner:
         return self._plans[key]
 
     def _keep(self, key: Hashable, mark: str, plan: Plan) -> None:
-        """Plans of tensors that are no more are dropped."""
+        """Stores a plan and drops those for other tensors."""
         self._plans = {k: old for k, old in self._plans.items() if old.fingerprint == mark}
         self._plans[key] = plan
 
@@ -194,7 +196,7 @@ def local_tensors(tensors: Mapping[str, torch.Tensor], plan: Plan) -> list[tuple
 
 
 def shard_of(name: str, dtype: torch.dtype, data: TensorWriteData) -> Shard:
-    """A chunk as DCP describes it, as a shard of ours."""
+    """The Shard for a chunk described by DCP."""
     known = SAFETENSORS_NAMES.get(dtype)
     item_bytes = torch.empty(0, dtype=dtype).element_size()
     return Shard(

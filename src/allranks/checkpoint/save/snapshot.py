@@ -1,16 +1,14 @@
-"""One state of one rank in shared memory: the copy, who still needs it, and how it gets back. The copy is the only part of a save
-that training can feel.
+"""Snapshots of one rank's state in shared memory: the copy into them, their lifetime, and the copy back.
 
-An `SharedArena` is allocated once and used for every save. A memfd has no name to leak and lives exactly as long as a process
-holds it. On a CUDA machine the memory is registered with the driver, so that the copy out of the device is a plain DMA.
+A `SharedArena` is allocated once and reused for every save. It is a memfd, so it has no name and lives as long as a process
+holds it. With CUDA it is registered with the driver, so that a copy from the device is a plain DMA.
 
-Tensors that only the optimizer changes (its parameters and its state) are copied in the background during the
-next forward and backward; `Copy.wait` stands before the optimizer's next step. Everything else (buffers such as
-running means change in the forward pass) is copied before `start` returns. A tensor that was changed meanwhile
-all the same is noticed by its version counter, and the copy is thrown away: never a torn state.
+Tensors that only the optimizer changes (its parameters and state) are copied in the background during the next forward and
+backward pass; the optimizer's next step calls `Copy.wait` first. All other tensors (a forward pass changes buffers such as
+running means) are copied before `start` returns. If the version counter of a tensor changes meanwhile, the copy is discarded.
 
-A `StateSnapshot` is held by the memory tier and by saves under way. When the last holder lets go, its arena goes back
-to the `ArenaPool`, to be used again: there is no allocation per save.
+The memory tier and running saves hold a `StateSnapshot`. When the last one releases it, its arena returns to the
+`ArenaPool`.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ from allranks.checkpoint.state import PER_RANK, CheckpointState, StateDict
 from allranks.checkpoint.tensors import Flat, as_dtensor, flatten, is_dtensor, local_chunk, unflatten
 from allranks.errors import CheckpointDamaged
 
-#: Hashing a snapshot is a matter of memory bandwidth; nothing waits longer than this for it.
-SEAL_LIMIT_S = 600.0
+SEAL_LIMIT_S = 600.0  # limit for hashing a snapshot
 _ids = itertools.count(1)
 
 
@@ -56,20 +53,20 @@ class SharedArena:
         self._stager: Stager | None = None
 
     def tensor(self, start: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-        """A tensor over a part of the block; it keeps the mapping alive, not the arena."""
+        """A tensor over a part of the block. It keeps the mapping alive, but not the arena."""
         count = math.prod(sizes)
         if count == 0:
             return torch.empty(sizes, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(sizes)
 
     def stager(self, plan: Plan) -> Stager:
-        """What copies by a plan into this block; the last one is kept, since the header belongs to one plan."""
+        """The Stager for a plan; only the last one is kept, because the block holds the header of one plan."""
         if self._stager is None or self._stager.plan is not plan:
             self._stager = Stager(self, plan)
         return self._stager
 
     def close(self) -> None:
-        """Gives the memory back as soon as no tensor over it is left."""
+        """Frees the memory once no tensor over it is left."""
         self._stager = None
         self._closer()
 
@@ -81,37 +78,33 @@ def _close(fd: int, pinned_address: int) -> None:
 
 
 def _pin(address: int, length: int) -> bool:
-    """Registers the memory for DMA; False without CUDA, or where the driver refuses."""
+    """Registers the memory for DMA; False without CUDA, or if the driver refuses."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return False
     return bool(int(torch.cuda.cudart().cudaHostRegister(address, length, 0)) == 0)
 
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # source, destination
-#: A copy in the caller's time is shared by two threads from this size on.
-_SPLIT_BYTES = 8 << 20
+_SPLIT_BYTES = 8 << 20  # a synchronous copy of this size uses two threads
 
 
 class TornCopy(Exception):
-    """A tensor changed while it was being copied, by something other than an attached optimizer's step."""
+    """A tensor changed during the copy, and not by the step of an attached optimizer."""
 
 
 @dataclass
 class Copy:
-    """A copy under way. `wait` returns when the sources may change; it raises nothing."""
+    """A running copy."""
 
     error: BaseException | None = None
-    _left: list[_Pair] = field(default_factory=list)  # not copied yet, the next one last
+    _left: list[_Pair] = field(default_factory=list)  # not copied yet, in reverse order
     _helping: threading.Lock = field(default_factory=threading.Lock)
     _host_done: threading.Event = field(default_factory=threading.Event)
-    _events: list[tuple[int, torch.cuda.Event]] = field(default_factory=list)  # by number of the device
+    _events: list[tuple[int, torch.cuda.Event]] = field(default_factory=list)  # (device index, event)
     _thread: threading.Thread | None = None
 
     def wait(self) -> None:
-        """Blocks until the sources may change, and copies what is left together with the copy thread.
-
-        On CUDA only the device waits, not the caller.
-        """
+        """Waits until the sources may change, and helps the copy thread. With CUDA, the device waits, not the caller."""
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
         with self._helping:
@@ -119,7 +112,7 @@ class Copy:
         self._host_done.wait()
 
     def _copy_left(self) -> None:
-        """Copies until nothing is left; what goes wrong is kept in `error`."""
+        """Copies the remaining pairs; stores an exception in `error`."""
         try:
             while self.error is None:
                 _copy_one(*self._left.pop())
@@ -129,7 +122,7 @@ class Copy:
             self.error = error
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Blocks until the bytes are in the arena and `after` has run; False at the limit."""
+        """Waits until the bytes are in the arena and `after` has run; False on timeout."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
@@ -137,7 +130,7 @@ class Copy:
 
 
 class Stager:
-    """Copies snapshots into one arena by one plan; the destination tensors are made once."""
+    """Copies states into one arena by one plan; the destination tensors are created once."""
 
     def __init__(self, arena: SharedArena, plan: Plan) -> None:
         self.plan = plan
@@ -156,8 +149,8 @@ class Stager:
         after: Callable[[BaseException | None], None],
         background: bool,
     ) -> Copy:
-        """Begins a copy. `may_wait(source)`: nothing but an attached optimizer changes it. `after(error)` runs
-        last, in the background thread, or in this one when nothing is left for the background."""
+        """Starts a copy. `may_wait(source)`: only an attached optimizer changes the source. `after(error)` runs at the end,
+        in the background thread, or in this thread if nothing is left for the background."""
         pairs = list(zip(sources, self._targets, strict=True))
         copy = Copy()
         later = [pair for pair in pairs if background and may_wait(pair[0])]
@@ -166,7 +159,7 @@ class Stager:
         try:
             self._copy_device(copy, pairs, late)
             _copy_host([pair for pair in now if pair[0].device.type == "cpu"])
-        except Exception as error:  # a failed save, for which nothing may wait
+        except Exception as error:  # the save fails; training must not wait for it
             copy.error = error
             copy._host_done.set()
             after(error)
@@ -187,7 +180,7 @@ class Stager:
         return copy
 
     def _copy_device(self, copy: Copy, pairs: Sequence[_Pair], late: set[int]) -> None:
-        """Queues device copies: those that must not wait on the current stream, the others on a side stream."""
+        """Queues device copies: those in `late` on a side stream, the others on the current stream."""
         devices = {source.device.index for source, _ in pairs if source.device.type == "cuda"}
         for index in devices:
             mine = [pair for pair in pairs if pair[0].device.type == "cuda" and pair[0].device.index == index]
@@ -210,15 +203,15 @@ def _finish(
     pairs: Sequence[_Pair],
     after: Callable[[BaseException | None], None],
 ) -> None:
-    """Body of the copy thread. `pairs` only keeps device tensors alive until they are copied."""
+    """Body of the copy thread. `pairs` keeps device tensors alive until they are copied."""
     copy._copy_left()
     try:
-        with copy._helping:  # a helping thread has copied its last one, too
+        with copy._helping:  # waits for a helping thread
             changed = [source for source, version in versions if source._version != version]
         if changed:
             raise TornCopy(
-                f"a tensor of shape {tuple(changed[0].shape)} was changed while it was copied, by something other "
-                "than the step of an attached optimizer: attach every optimizer, or set overlap_copy=False"
+                f"a tensor of shape {tuple(changed[0].shape)} changed during the copy, and not by the step of an "
+                "attached optimizer: attach every optimizer, or set overlap_copy=False"
             )
         copy._host_done.set()
         for _, event in copy._events:
@@ -230,14 +223,14 @@ def _finish(
 
 
 def _copy_host(pairs: Sequence[_Pair]) -> None:
-    """Copies in the caller's time, with a second thread when it is worth one."""
+    """Copies synchronously, with a second thread for large sizes."""
     threads = 2 if sum(source.nbytes for source, _ in pairs) >= _SPLIT_BYTES else 1
     largest_first = sorted(pairs, key=lambda pair: -pair[0].nbytes)
     in_threads(threads, largest_first, lambda pair: _copy_one(*pair))
 
 
 def _copy_one(source: torch.Tensor, target: torch.Tensor) -> None:
-    """memmove where both are plain memory: it frees the GIL and starts no threads of torch's own."""
+    """Copies one tensor; memmove for plain memory releases the GIL and does not start torch's threads."""
     plain = source.is_contiguous() and not source.is_conj() and not source.is_neg()
     if plain and source.dtype == target.dtype:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
@@ -247,7 +240,7 @@ def _copy_one(source: torch.Tensor, target: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class FlatState:
-    """A state taken apart: what all ranks share, what is this rank's own, and all tensors by name."""
+    """A split state: the skeleton shared by all ranks, this rank's own skeleton, and all tensors by name."""
 
     common: StateDict
     own: StateDict
@@ -255,10 +248,10 @@ class FlatState:
 
 
 def flatten_state(state: CheckpointState, rank: int) -> FlatState:
-    """Takes a state apart; per-rank fields get names of their own, so that no rank's are taken for another's."""
+    """Splits a state. The tensors of per-rank fields are named by rank."""
     for name, number in (("step", state.step), ("epoch", state.epoch)):
-        if number < 0:  # no manifest may say so
-            raise ValueError(f"{name} is {number}: it must not be below 0")
+        if number < 0:
+            raise ValueError(f"{name} is {number}, but must be at least 0")
     fields = state.to_dict()
     own = {name: fields.pop(name) for name in PER_RANK}
     common: Flat = flatten(fields)
@@ -267,14 +260,14 @@ def flatten_state(state: CheckpointState, rank: int) -> FlatState:
 
 
 class ArenaPool:
-    """Arenas that nobody uses at the moment."""
+    """Arenas that are currently unused."""
 
     def __init__(self) -> None:
         self._free: list[SharedArena] = []
         self._lock = threading.Lock()
 
     def take(self, length: int) -> SharedArena:
-        """The smallest free arena that is large enough, or a new one in place of one that is not."""
+        """The smallest free arena that is large enough, else a new one, which replaces a smaller free one."""
         with self._lock:
             fitting = sorted((a for a in self._free if a.bytes >= length), key=lambda a: a.bytes)
             if fitting:
@@ -289,7 +282,7 @@ class ArenaPool:
             self._free.append(arena)
 
     def close(self) -> None:
-        """Frees what is not in use."""
+        """Frees the unused arenas."""
         with self._lock:
             while self._free:
                 self._free.pop().close()
@@ -297,7 +290,7 @@ class ArenaPool:
 
 @dataclass
 class StateSnapshot:
-    """A copied state. `ready` once its bytes are complete; `wraps` rebuilds DTensors around local chunks."""
+    """A copied state, `ready` once its bytes are complete. `wraps` rebuilds DTensors from local chunks."""
 
     step: int
     timestamp: float
@@ -311,12 +304,12 @@ class StateSnapshot:
     _sums: dict[tuple[str, int], str] = field(default_factory=dict)
     _sealing: threading.Thread | None = None
     _forgotten: bool = False
-    holders: int = 0  # how many still need it
+    holders: int = 0  # reference count
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def begin(cls, state: CheckpointState, flat: FlatState, plan: Plan, pool: ArenaPool) -> StateSnapshot:
-        """An empty snapshot in memory of the pool, to be filled by the pool's stager."""
+        """An empty snapshot in an arena of the pool."""
         arena = pool.take(plan.arena_bytes)
         wraps = {
             name: _Wrap(t.device_mesh, t.placements, t.shape, tuple(t.stride()), t.dtype)
@@ -327,7 +320,7 @@ class StateSnapshot:
 
     @classmethod
     def copied(cls, state: CheckpointState, flat: FlatState, plan: Plan, pool: ArenaPool) -> StateSnapshot:
-        """A state copied here and now."""
+        """A snapshot copied synchronously."""
         snapshot = cls.begin(state, flat, plan, pool)
         sources = [source for source, _ in local_tensors(flat.tensors, plan)]
         snapshot.arena.stager(plan).start(sources, lambda _: False, lambda _: None, background=False)
@@ -343,7 +336,7 @@ class StateSnapshot:
             self.holders += 1
 
     def release(self) -> None:
-        """One needs them no longer; after the last one the arena may be overwritten."""
+        """Releases one hold; after the last one the arena may be overwritten."""
         with self._lock:
             self.holders -= 1
             last = self.holders == 0
@@ -351,7 +344,7 @@ class StateSnapshot:
             self.pool.give(self.arena)
 
     def seal(self) -> None:
-        """Begins to hash the copied bytes, in a thread: `check` can tell later whether they are still the same."""
+        """Starts a thread that hashes the copied bytes, for a later `check`."""
         self.hold()
 
         def hash_all() -> None:
@@ -364,17 +357,17 @@ class StateSnapshot:
         self._sealing.start()
 
     def settle(self) -> None:
-        """Waits for the hashing; nobody reads the bytes behind its back afterwards."""
+        """Waits for the hashing thread."""
         if self._sealing is not None:
             self._sealing.join(SEAL_LIMIT_S)
 
     def forget(self) -> None:
-        """Nobody will load it any more: hashing ends with the tensor it is at."""
+        """Stops the hashing after the current tensor: the snapshot will not be loaded any more."""
         self._forgotten = True
         self.settle()
 
     def check(self) -> None:
-        """Raises CheckpointDamaged unless every byte is what was copied. A snapshot without a seal passes."""
+        """Raises CheckpointDamaged if a byte has changed since the copy. A snapshot without checksums passes."""
         self.settle()
         found = self._checksums(lambda: False) if self._sums else {}
         for (name, ordinal), value in found.items():
@@ -383,7 +376,7 @@ class StateSnapshot:
                     f"{name} in the memory snapshot of step {self.step} does not match its checksum",
                     invalid_keys=(name,),
                     tier="MEMORY",
-                    hint="something wrote into its memory, or the memory is bad",
+                    hint="another part of the program wrote into its memory, or the memory is faulty",
                 )
 
     def local_views(self) -> dict[str, list[torch.Tensor]]:
@@ -396,21 +389,21 @@ class StateSnapshot:
         return views
 
     def local_offsets(self) -> dict[str, list[tuple[int, ...]]]:
-        """name → where each of these views lies in the whole tensor."""
+        """name → offsets of each of these views in the whole tensor."""
         found: dict[str, list[tuple[int, ...]]] = {}
         for placement in self._local():
             found.setdefault(placement.piece.shard.name, []).append(placement.piece.shard.offsets)
         return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """name → shape of the whole tensor, of those that this rank holds a part of."""
+        """name → shape of the whole tensor, for the tensors that this rank has a part of."""
         return {placement.piece.shard.name: placement.piece.shard.shape for placement in self._local()}
 
     def _local(self) -> list[Placement]:
         return sorted((*self.plan.owned, *self.plan.extra), key=lambda p: p.piece.ordinal)
 
     def to_state(self) -> CheckpointState:
-        """The state again, copied out of the arena; DTensors are DTensors again."""
+        """Copies the state out of the arena and rebuilds DTensors."""
         tensors = {name: chunks[0].clone() for name, chunks in self.local_views().items()}
         for name, wrap in self.wraps.items():
             tensors[name] = as_dtensor(tensors[name], wrap) if name in tensors else wrap.clone()
@@ -429,7 +422,7 @@ class StateSnapshot:
 
 @dataclass(frozen=True)
 class _Wrap:
-    """What is needed to make a DTensor of a local chunk again, without keeping the live tensor alive."""
+    """The layout of a DTensor, without a reference to the live tensor."""
 
     device_mesh: Any
     placements: Any
@@ -441,5 +434,5 @@ class _Wrap:
         return self.strides
 
     def clone(self) -> torch.Tensor:
-        """A DTensor whose local chunk is empty on this rank."""
+        """A DTensor whose local chunk on this rank is empty."""
         return as_dtensor(torch.empty(local_chunk(self)[0], dtype=self.dtype), self)

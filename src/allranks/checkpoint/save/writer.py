@@ -1,7 +1,6 @@
-"""Writes one rank's part of a checkpoint and, on the first rank, commits the whole. Torch-free.
+"""Writes one rank's part of a checkpoint and, on the first rank, commits it. No torch.
 
-Runs in the helper process, or in the rank itself for a synchronous save. In: the image of the data file in
-memory and a `SaveJob`. Out: a committed checkpoint and a `Saved`, or an exception; never half of one.
+Runs in the helper process, or in the rank itself for a synchronous save. It either commits the whole checkpoint or raises.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SaveJob:
-    """Everything about a save but its bytes. `ranks` share the store; the first of them commits."""
+    """A save without its bytes. `ranks` share the store; the first of them commits."""
 
     store: StoreSpec
     attempt: Attempt
@@ -63,23 +62,27 @@ class SaveJob:
 
     @property
     def path(self) -> str:
-        """How the checkpoint is called towards the user."""
+        """The path of the checkpoint as shown to the user."""
         return f"{self.store.url.rstrip('/')}/{self.attempt.name}"
+
+    @property
+    def tier(self) -> str:
+        return self.store.tier
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A finished save. `left` are older ones that were kept because somebody reads them."""
+    """A finished save. `left` are older checkpoints that were kept because they are being read."""
 
     path: str
     bytes: int
     total_s: float
     left: tuple[str, ...] = ()
-    problem: str = ""  # why older ones could not be removed; this one is safe all the same
+    problem: str = ""  # why older checkpoints could not be removed
 
 
-class Peers(Exception):
-    """Another rank's part failed or never came, so the whole was not committed."""
+class PartMissing(AllranksError):
+    """The part of another rank failed or never arrived, so the checkpoint was not committed."""
 
 
 def write_checkpoint(
@@ -89,7 +92,7 @@ def write_checkpoint(
     store: Store,
     alive: Callable[[], bool] = lambda: True,
 ) -> Saved:
-    """Writes, waits for the other ranks' parts, commits, prunes."""
+    """Writes this rank's part, waits for the other parts, commits, and prunes older checkpoints."""
     began = time.monotonic()
     try:
         part = _retrying(job, lambda: _write_part(job, layout, image, store))
@@ -103,13 +106,13 @@ def write_checkpoint(
         raise
     finally:
         store.leave(job.attempt)
-    left, problem = _keep_house(job, store) if job.rank == job.ranks[0] else ((), "")
+    left, problem = _remove_older(job, store) if job.rank == job.ranks[0] else ((), "")
     path, took_s = store.path_of(job.attempt.name), time.monotonic() - began
     return Saved(path, layout.bytes, took_s, left, problem)
 
 
-def _keep_house(job: SaveJob, store: Store) -> tuple[tuple[str, ...], str]:
-    """(left, what went wrong): old ones that cannot be removed do not make this save a failed one."""
+def _remove_older(job: SaveJob, store: Store) -> tuple[tuple[str, ...], str]:
+    """Prunes and tidies; (kept because they are being read, problem). A problem does not fail the save."""
     left: list[str] = []
     try:
         _, left = prune(store, job.keep_last, spare=job.attempt.name)
@@ -120,7 +123,7 @@ def _keep_house(job: SaveJob, store: Store) -> tuple[tuple[str, ...], str]:
 
 
 def _write_part(job: SaveJob, layout: FileLayout, image: memoryview, store: Store) -> Part:
-    """Data file, then index; both durable when this returns."""
+    """Writes the data file, then the index; both are durable when it returns."""
     name = part_file(store, job.attempt, job.rank, "safetensors")
     sums: dict[str, str] = {}
 
@@ -128,7 +131,7 @@ def _write_part(job: SaveJob, layout: FileLayout, image: memoryview, store: Stor
         for p in layout.placed:
             sums[p.key] = checksum(image[p.start : p.start + p.shard.bytes], job.algorithm)
 
-    hashing = threading.Thread(target=hash_all)  # while it is written
+    hashing = threading.Thread(target=hash_all)  # in parallel with the write
     hashing.start()
     try:
         store.write(job.attempt, name, [image[: layout.bytes]], layout.bytes)
@@ -143,7 +146,7 @@ def part_file(store: Store, attempt: Attempt, rank: int, suffix: str) -> str:
 
 
 def with_file(index: Index, name: str, layout: FileLayout, sums: Mapping[str, str]) -> Index:
-    """The index of one data file. `sums` are the checksums of its shards, by their keys."""
+    """The index with one data file. `sums` are the checksums of its shards, by key."""
     head = checksum(layout.header, index.algorithm)
     file = DataFile(name, layout.bytes, len(layout.header), head)
     stored = tuple(StoredShard(p.shard, name, p.start, sums[p.key]) for p in layout.placed)
@@ -151,10 +154,10 @@ def with_file(index: Index, name: str, layout: FileLayout, sums: Mapping[str, st
 
 
 def write_index(store: Store, attempt: Attempt, index: Index) -> Part:
-    """Writes an index file; the part that the manifest names."""
+    """Writes an index file; returns the manifest's entry for it."""
     name, data = part_file(store, attempt, index.rank, "json"), encode_index(index)
     if len(data) > MAX_JSON_BYTES:  # no restore would read it
-        text = f"what is not tensors has {len(data)} bytes, at most {MAX_JSON_BYTES} are kept: use tensors or numpy arrays"
+        text = f"values other than tensors take {len(data)} bytes, the limit is {MAX_JSON_BYTES}: use tensors or numpy arrays"
         raise OSError(errno.EFBIG, text)
     store.write(attempt, name, [memoryview(data)], len(data))
     return _part(index.rank, name, data, sum(file.bytes for file in index.files))
@@ -165,7 +168,7 @@ def _part(rank: int, name: str, data: bytes, size: int) -> Part:
 
 
 def _retrying(job: SaveJob, act: Callable[[], T]) -> T:
-    """Repeats what the storage refused, as often as the job allows, a little later each time."""
+    """Retries after an OSError as often as the job allows, with a growing delay."""
     for attempt in range(job.retries + 1):
         try:
             return act()
@@ -177,9 +180,9 @@ def _retrying(job: SaveJob, act: Callable[[], T]) -> T:
 
 
 def collect(job: SaveJob, mine: Part, store: Store, alive: Callable[[], bool]) -> Manifest:
-    """Waits for every rank's part; the manifest that names them all."""
+    """Waits for the parts of all ranks; returns the manifest."""
     parts = {job.rank: mine}
-    for wait in _patiently(job, alive):
+    for wait in _polls(job, alive):
         for rank in [rank for rank in job.ranks if rank not in parts]:
             part = part_of(job, rank, store)
             if part is None:
@@ -189,47 +192,47 @@ def collect(job: SaveJob, mine: Part, store: Store, alive: Callable[[], bool]) -
             break
         if wait is None:
             missing = [rank for rank in job.ranks if rank not in parts]
-            raise Peers(f"no part from ranks {missing} after {job.commit_timeout_s:.0f} s")
+            raise PartMissing(f"no part from ranks {missing} after {job.commit_timeout_s:.0f} s")
     ordered, head = tuple(parts[rank] for rank in job.ranks), (job.step, job.epoch, job.world_size)
     return Manifest(*head, job.timestamp, job.attempt.token, ordered, dict(job.metrics), job=job.job)
 
 
 def part_of(job: SaveJob, rank: int, store: Store) -> Part | None:
-    """What a rank has written, as the manifest will know it; None while it has not."""
+    """The manifest's entry for a rank's part; None until the rank has written it."""
     name = part_file(store, job.attempt, rank, "json")
     data = store.staged(job.attempt, name)
     if data is None:
         failed = store.staged(job.attempt, part_file(store, job.attempt, rank, "failed"))
         if failed is not None:
-            raise Peers(f"rank {rank} could not write its part: {_reason(failed)}")
+            raise PartMissing(f"rank {rank} could not write its part: {_reason(failed)}")
         return None
     try:
         return _part(rank, name, data, bytes_of_index(data, name))
     except CheckpointValidationError:
-        return None  # seen while being written; looked at again
+        return None  # still being written
 
 
 def _await_commit(job: SaveJob, store: Store, alive: Callable[[], bool]) -> None:
-    """A rank that does not commit waits until it sees the manifest of this very attempt."""
+    """Waits until the first rank has committed this attempt."""
     first = job.ranks[0]
-    for wait in _patiently(job, alive):
+    for wait in _polls(job, alive):
         with contextlib.suppress(FileNotFoundError, CheckpointValidationError):
             manifest = decode_manifest(store.read(job.attempt.name, MANIFEST), job.attempt.name)
             if manifest.attempt == job.attempt.token:
                 return
         failed = store.staged(job.attempt, part_file(store, job.attempt, first, "failed"))
         if failed is not None:
-            raise Peers(f"rank {first} did not commit: {_reason(failed)}")
+            raise PartMissing(f"rank {first} did not commit: {_reason(failed)}")
         if wait is None:
-            raise Peers(f"rank {first} did not commit within {job.commit_timeout_s:.0f} s")
+            raise PartMissing(f"rank {first} did not commit within {job.commit_timeout_s:.0f} s")
 
 
 def _reason(failed: bytes) -> str:
-    return failed.decode(errors="replace") or "its store is full (no room for the reason; see its log)"
+    return failed.decode(errors="replace") or "its store is full (the reason is in its log)"
 
 
-def _patiently(job: SaveJob, alive: Callable[[], bool]) -> Iterator[float | None]:
-    """Looks at growing distances up to the limit; yields None for the last look. A dead parent ends patience."""
+def _polls(job: SaveJob, alive: Callable[[], bool]) -> Iterator[float | None]:
+    """Yields at growing intervals until the commit timeout, and None for the last poll; 10 s if the parent has died."""
     deadline, pause = time.monotonic() + job.commit_timeout_s, 0.002
     while time.monotonic() < deadline:
         yield pause
@@ -241,7 +244,7 @@ def _patiently(job: SaveJob, alive: Callable[[], bool]) -> Iterator[float | None
 
 
 def _give_up(job: SaveJob, store: Store, error: BaseException) -> None:
-    """Tells the other ranks why; the committing rank also removes what was written, when alone."""
+    """Removes the attempt of a single rank; with several ranks, writes the reason for the others."""
     with contextlib.suppress(OSError, AllranksError):
         if len(job.ranks) == 1:
             store.abandon(job.attempt)
@@ -253,15 +256,15 @@ def _give_up(job: SaveJob, store: Store, error: BaseException) -> None:
         except OSError as full:
             if full.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            store.write(job.attempt, name, [], 0)  # a full disk has room for an empty file
+            store.write(job.attempt, name, [], 0)  # works even on a full disk
         if isinstance(store, KeyedStore) and store.tier == "PEER":
             _withdraw(job, store)
         if job.rank == job.ranks[0]:
-            store.tidy()  # failed attempts would fill the disk until one succeeds
+            store.tidy()  # repeated failures would fill the disk
 
 
 def _withdraw(job: SaveJob, store: KeyedStore) -> None:
-    """Failed attempts would fill the peers' memory: this rank's part goes where nothing can commit it any more."""
+    """Removes this rank's part from the peers' memory if no rank can commit it any more."""
     first = job.rank == job.ranks[0]
     if not first and store.staged(job.attempt, part_file(store, job.attempt, job.rank, "json")) is not None:
         failed = part_file(store, job.attempt, job.ranks[0], "failed")

@@ -1,8 +1,6 @@
-"""The tiers on their own: memory (the last few snapshots of this process, bounded in number and in bytes), disk and object
-store (save, load, list and clean up states by name, in this process).
+"""Tiers that can be used without a manager: memory snapshots, disk and object store.
 
-The manager uses their places, but saves through its helper process. One process saves here: for sharded states
-of several ranks use the manager.
+A backend saves in this process, for one process; use the manager for states that are sharded over several ranks.
 """
 
 from __future__ import annotations
@@ -35,16 +33,16 @@ _MB = 1 << 20
 
 @dataclass(eq=False, repr=False)
 class MemorySnapshotBackend:
-    """Keeps the newest `max_snapshots` snapshots; the oldest makes room. `max_memory_mb` None: no bound.
+    """Keeps the newest `max_snapshots` snapshots in at most `max_memory_mb` (None: no limit).
 
-    A warning is logged from `memory_warning_threshold` of the bound on.
+    Logs a warning when they use more than `memory_warning_threshold` of the limit.
     """
 
     max_snapshots: int = 2
     max_memory_mb: float | None = None
     memory_warning_threshold: float = 0.8
     pool: ArenaPool = field(default_factory=ArenaPool)
-    damaged: dict[int, str] = field(default_factory=dict)  # step → why, until there is a new one
+    damaged: dict[int, str] = field(default_factory=dict)  # step → reason, until a new snapshot is added
     _snapshots: list[StateSnapshot] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _planner: Planner = field(default_factory=lambda: Planner(RankGroup()))
@@ -60,7 +58,7 @@ class MemorySnapshotBackend:
 
     @property
     def latest_timestamp(self) -> float | None:
-        """When the newest one was taken (Unix time), or None."""
+        """When the newest snapshot was taken (Unix time), or None."""
         ready = self._ready()
         return ready[-1].timestamp if ready else None
 
@@ -88,7 +86,7 @@ class MemorySnapshotBackend:
         }
 
     def save(self, state: CheckpointState) -> None:
-        """Copies a state now. Raises MemoryLimitExceeded, with everything as before, when it cannot fit."""
+        """Copies a state now. Raises MemoryLimitExceeded, and changes nothing, if it cannot fit."""
         flat = flatten_state(state, 0)
         plan = self._planner.alone(fingerprint(flat.tensors), flat.tensors)
         self.make_room(plan.arena_bytes)
@@ -97,17 +95,17 @@ class MemorySnapshotBackend:
         snapshot.seal()
 
     def load(self) -> CheckpointState | None:
-        """The newest state whose bytes are still what was copied, copied out, or None."""
+        """A copy of the newest undamaged state, or None."""
         for step in reversed(self.steps()):
             try:
                 return self.load_by_step(step)
             except CheckpointDamaged as error:
-                log.warning("[MEMORY] %s: dropped, the next older one is taken", error.reason)
+                log.warning("[MEMORY] %s: dropped, trying the next older one", error.reason)
                 self.drop(step, error.reason)
         return None
 
     def load_by_step(self, step: int) -> CheckpointState | None:
-        """The state of a step, or None; CheckpointDamaged when its bytes have changed since."""
+        """The state of a step, or None; CheckpointDamaged if its bytes have changed since the save."""
         snapshot = self.find(step)
         if snapshot is None:
             return None
@@ -118,7 +116,7 @@ class MemorySnapshotBackend:
             snapshot.release()
 
     def find(self, step: int) -> StateSnapshot | None:
-        """The snapshot of a step, held for the caller, who must release it."""
+        """The snapshot of a step, or None. It is held; the caller must release it."""
         with self._lock:
             for snapshot in reversed(self._snapshots):
                 if snapshot.step == step and snapshot.ready:
@@ -127,15 +125,15 @@ class MemorySnapshotBackend:
         return None
 
     def clear(self) -> None:
-        """Lets every snapshot go; their memory stays in the pool for the next one."""
+        """Drops all snapshots; their memory stays in the pool."""
         self.damaged.clear()
         with self._lock:
             gone, self._snapshots = self._snapshots, []
         for snapshot in gone:
-            _let_go(snapshot)
+            _free(snapshot)
 
     def make_room(self, required: int) -> None:
-        """Lets the oldest go until one more of this size fits; MemoryLimitExceeded if it never can."""
+        """Drops the oldest snapshots until one of this size fits; MemoryLimitExceeded if it cannot fit."""
         limit = None if self.max_memory_mb is None else int(self.max_memory_mb * _MB)
         if limit is not None and required > limit:
             raise MemoryLimitExceeded(required, limit, limit, tier="MEMORY")
@@ -148,13 +146,13 @@ class MemorySnapshotBackend:
                 gone.append(self._snapshots.pop(0))
             usage = self._usage() + required
         for snapshot in gone:
-            _let_go(snapshot)
+            _free(snapshot)
         if limit is not None and usage > self.memory_warning_threshold * limit:
-            text = "[MEMORY] snapshots use %.1fMB of %.1fMB: the next larger state will not fit"
+            text = "[MEMORY] snapshots use %.1fMB of %.1fMB: a larger state will not fit"
             log.warning(text, usage / _MB, limit / _MB)
 
     def add(self, snapshot: StateSnapshot) -> None:
-        """Keeps a snapshot; one that is not ready yet counts from when it is."""
+        """Keeps a snapshot and replaces an older one of the same step. It can be loaded once it is `ready`."""
         snapshot.hold()
         self.damaged.clear()
         with self._lock:
@@ -162,21 +160,21 @@ class MemorySnapshotBackend:
             self._snapshots = [s for s in self._snapshots if s.step != snapshot.step] + [snapshot]
             self._snapshots.sort(key=lambda s: s.step)
         for replaced in older:
-            _let_go(replaced)
+            _free(replaced)
 
     def drop(self, step: int, reason: str) -> None:
-        """Lets go of the snapshot of a step whose bytes are not what was copied."""
+        """Drops the damaged snapshot of a step and remembers why."""
         self.damaged[step] = reason
         for snapshot in [one for one in self._ready() if one.step == step]:
             self.discard(snapshot)
 
     def discard(self, snapshot: StateSnapshot) -> None:
-        """Lets go of a snapshot that is no good."""
+        """Drops one snapshot."""
         with self._lock:
             known = snapshot in self._snapshots
             self._snapshots = [s for s in self._snapshots if s is not snapshot]
         if known:
-            _let_go(snapshot)
+            _free(snapshot)
 
     def _ready(self) -> list[StateSnapshot]:
         with self._lock:
@@ -186,30 +184,30 @@ class MemorySnapshotBackend:
         return sum(snapshot.bytes for snapshot in self._snapshots)
 
 
-def _let_go(snapshot: StateSnapshot) -> None:
-    """Its memory is free for the next one when this returns, unless a save still needs it."""
+def _free(snapshot: StateSnapshot) -> None:
+    """Returns the snapshot's memory to the pool, unless a save still needs it."""
     snapshot.forget()
     snapshot.release()
 
 
 class Backend:
-    """What both tiers have in common. `path` arguments are names within the tier's place, or absolute."""
+    """Base of the disk and object store backends. `path` arguments are names within the store, or absolute paths."""
 
     def __init__(self, spec: StoreSpec) -> None:
         self.spec = spec
-        #: Waits for saves under way to a path ("": to any). The manager puts its own in.
+        #: Waits for running saves to a path ("": to any path). Set by the manager.
         self.settle: Callable[[str], None] = lambda path: None
         self._opened: Store | None = None
 
     @property
     def store(self) -> Store:
-        """The place itself; opened at the first use."""
+        """The store, opened at the first use."""
         if self._opened is None:
             self._opened = open_store(self.spec)
         return self._opened
 
     def save(self, state: CheckpointState, path: str) -> str:
-        """Saves now; durable when it returns. Raises CheckpointSaveError, and leaves no half checkpoint."""
+        """Saves now; the checkpoint is durable when it returns. CheckpointSaveError leaves no partial checkpoint."""
         store, name = self.store, self._name(path)
         try:
             flat = flatten_state(state, 0)
@@ -231,12 +229,12 @@ class Backend:
             write_checkpoint(job, plan.layout, snapshot.arena.view, store)
         except (OSError, TypeError, ValueError) as error:
             reason = reason_of(error) if isinstance(error, OSError) else str(error)
-            hint = hint_for(error, store.tier, self.spec.url, self.spec.options)
-            raise CheckpointSaveError(reason, tier=store.tier, path=store.path_of(name), hint=hint) from error
+            path, hint = store.path_of(name), hint_for(error, self.spec)
+            raise CheckpointSaveError(reason, tier=store.tier, path=path, hint=hint) from error
         return store.path_of(name)
 
     def save_async(self, state: CheckpointState, path: str) -> Future[str]:
-        """Copies now, writes in a thread; the Future raises CheckpointSaveError when it fails."""
+        """Copies now and writes in a thread; the Future raises CheckpointSaveError on failure."""
         saver = ThreadPoolExecutor(1, "allranks-checkpoint-save")
         future = saver.submit(self.save, state.cpu_copy(), path)
         saver.shutdown(wait=False)
@@ -249,7 +247,7 @@ class Backend:
         return load_state(self.store, name, 0)
 
     def exists(self, path: str) -> bool:
-        """Whether a complete checkpoint of that name is there."""
+        """Whether a complete checkpoint of that name exists."""
         name = self._name(path)
         self.settle(self.store.path_of(name))
         return has_manifest(self.store, name)
@@ -260,7 +258,7 @@ class Backend:
         return [one.name for one in found if not one.problem and one.name.startswith(prefix)]
 
     def delete(self, path: str) -> None:
-        """Deletes one; FileNotFoundError when it is not there, BlockingIOError while somebody reads it."""
+        """Deletes one; FileNotFoundError if it does not exist, BlockingIOError while it is being read."""
         self.settle(self.store.path_of(self._name(path)))
         if not self.store.remove(self._name(path)):
             raise BlockingIOError(f"{self.store.path_of(self._name(path))} is being read")
@@ -271,9 +269,9 @@ class Backend:
         return found[-1] if found else None
 
     def cleanup_old_checkpoints(self, keep_last: int = 3) -> list[str]:
-        """Removes all but the newest; never the last good one, nor one being read. Returns what it removed.
+        """Removes all but the newest `keep_last` checkpoints and returns the removed names.
 
-        The newest is read and checked first: one that turns out damaged does not count as kept.
+        Verifies from the newest on: a damaged checkpoint does not count, and the last good one is always kept.
         """
         self.settle("")
         store = self.store
@@ -286,7 +284,7 @@ class Backend:
 
 
 class NVMeBackend(Backend):
-    """A folder. Saves are always atomic; `use_atomic_save` is accepted for those who used to choose."""
+    """A folder. Saves are always atomic; `use_atomic_save` is accepted for compatibility."""
 
     def __init__(self, base_path: str | Path, use_atomic_save: bool = True) -> None:
         super().__init__(StoreSpec(str(base_path)))
@@ -300,14 +298,14 @@ class NVMeBackend(Backend):
         return store
 
     def load(self, path: str, config: CheckpointLoadConfig | None = None) -> CheckpointState:
-        """Loads a checkpoint, or a legacy `.pt` file by the rules of `config`."""
+        """Loads a checkpoint, or a legacy `.pt` file as `config` allows."""
         whole = self.base_path / path
         if is_legacy(whole):
             return load_legacy(whole, config or CheckpointLoadConfig())
         return super().load(path, config)
 
     def exists(self, path: str) -> bool:
-        """Whether a complete checkpoint, or a legacy file, of that name is there."""
+        """Whether a complete checkpoint or a legacy file of that name exists."""
         return super().exists(path) or is_legacy(self.base_path / path)
 
     def delete(self, path: str) -> None:
@@ -319,7 +317,7 @@ class NVMeBackend(Backend):
 
 
 class S3Backend(Backend):
-    """A bucket of any object store (`bucket` may be a URL such as gs://name). Options go to obstore."""
+    """A bucket of any object store (`bucket` may be a URL such as gs://name). `options` are passed to obstore."""
 
     def __init__(
         self,

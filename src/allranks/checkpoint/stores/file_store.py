@@ -1,8 +1,8 @@
-"""Checkpoints as folders on a disk (tier NVME). Torch-free.
+"""Checkpoints as folders on a disk (tier NVME). No torch.
 
-An attempt is a hidden folder; commit is one rename after everything in it is on the disk. Crash at any byte
-leaves either the whole checkpoint or a hidden folder that the next saver tidies away. Readers hold a shared
-lock on the manifest, and what is locked is never removed.
+An attempt is a hidden folder. Commit is one rename, after all its files are synced to disk. A crash leaves either the whole
+checkpoint or a hidden folder, which the next save removes. Readers hold a shared lock on the manifest; a locked checkpoint
+is never removed.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from allranks.checkpoint.stores.listing import POINTER, check_list, decode, enco
 from allranks.errors import CheckpointDamaged
 
 QUARANTINE = "quarantine"
-LOST_AND_FOUND = "lost+found"  # where a disk is mounted; only root may look into it
+LOST_AND_FOUND = "lost+found"  # in the root of a disk; readable by root only
 WRITE_BYTES = 32 << 20
 #: A hidden folder younger than this may belong to a rank that has not locked it yet.
 LEFT_BEHIND_S = 60.0
 _NAME = re.compile(r"checkpoint_step_\d{8,}")
 _REPLACED = ".replaced-"
 _HIDDEN = (".saving-", ".removing-", _REPLACED)
-#: What flock says on file systems without locks. NFS 4 says EBADF for an exclusive lock on what cannot be written.
+#: Errors of flock on file systems without locks. NFS 4 returns EBADF for an exclusive lock on a read-only file.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 
 class FileStore:
-    """A folder of checkpoints. Methods raise OSError when the place fails, FileNotFoundError for what is not there."""
+    """A folder of checkpoints. Methods raise OSError if the storage fails, FileNotFoundError for a missing file."""
 
     tier = "NVME"
-    attempt_in_names = False  # True: file names carry the attempt, since objects cannot be renamed
+    attempt_in_names = False  # True: file names contain the attempt, because objects cannot be renamed
 
     def __init__(self, root: Path, spec: StoreSpec | None = None) -> None:
         self.root = root
@@ -50,7 +50,7 @@ class FileStore:
         self._mount = KnownMount(root)
 
     def path_of(self, name: str) -> str:
-        """How the checkpoint is called towards the user."""
+        """The path of a checkpoint as shown to the user."""
         return str(self.root / name)
 
     def write(self, attempt: Attempt, file: str, pieces: Pieces, length: int) -> None:
@@ -58,27 +58,27 @@ class FileStore:
         folder = self._folder(attempt)
         self._mount.check()
         folder.mkdir(parents=True, exist_ok=True)
-        if attempt.token not in self._locks:  # held for as long as this saver lives, or until commit
+        if attempt.token not in self._locks:  # locked until commit, or until this process ends
             fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             _lock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._locks[attempt.token] = fd
         space = os.statvfs(folder)
-        if space.f_blocks and length > space.f_bavail * space.f_frsize:  # without blocks it is unknown
+        if space.f_blocks and length > space.f_bavail * space.f_frsize:  # 0 blocks: free space is unknown
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / file))
         unfinished = folder / f"{file}.part"
         _write_file(unfinished, pieces)
-        # Under its name only once it is on the disk: from then on the first rank may commit and rename the folder.
+        # Renamed only when it is on disk: from then on the first rank may commit and rename the folder.
         unfinished.rename(folder / file)
 
     def staged(self, attempt: Attempt, file: str) -> bytes | None:
-        """A small file of an attempt that is not committed yet; None while it is not there."""
+        """A small file of an attempt that is not committed yet; None if it does not exist yet."""
         try:
             return _read_small(self._folder(attempt) / file)
         except FileNotFoundError:
             return None
 
     def commit(self, attempt: Attempt, manifest: bytes) -> None:
-        """Makes the attempt the checkpoint of its name, replacing an older one of that name."""
+        """Publishes the attempt under its name, replacing an older checkpoint of that name."""
         folder, final = self._folder(attempt), self.root / attempt.name
         _write_file(folder / MANIFEST, [memoryview(manifest)])
         for leftover in (*folder.glob("*.failed"), *folder.glob("*.part")):
@@ -96,17 +96,17 @@ class FileStore:
         _remove_tree(self._folder(attempt))
 
     def leave(self, attempt: Attempt) -> None:
-        """This saver no longer works on the attempt; its files stay."""
+        """Releases the lock on the attempt; its files stay."""
         fd = self._locks.pop(attempt.token, None)
         if fd is not None:
             os.close(fd)
 
     def tidy(self) -> list[str]:
-        """What nobody holds locked, and nothing has happened in for a while by the clock of the filesystem."""
+        """Removes hidden folders that are unlocked and have not changed for a while by the file system's clock."""
         removed = []
         there = self.root.iterdir() if self.root.is_dir() else ()
         hidden = {path: _changed(path) for path in there if path.name.startswith(_HIDDEN) and path.is_dir()}
-        # the folder itself changes with every commit; this machine's clock may differ from a file server's
+        # the root folder changes with every commit; the clock of a file server may differ from ours
         now = max(filter(math.isfinite, [self.root.stat().st_mtime, *hidden.values()]), default=0.0)
         for folder, changed in hidden.items():
             old = changed < now - LEFT_BEHIND_S and (self.root / _own_name(folder.name)).exists()
@@ -116,13 +116,13 @@ class FileStore:
         return removed
 
     def names(self) -> list[str]:
-        """The names of all checkpoints that have a manifest, valid or not."""
+        """The names of all checkpoints, valid or not."""
         for last in (False, True):
             found = self._scan()
             try:
                 check_list(f"the list of {self.root}", {*self._known()} - {*found}, self._is_complete)
                 break
-            except OSError:  # at first: a saver may have committed since
+            except OSError:  # a save may have committed since the scan: scan once more
                 if last:
                     raise
         return sorted(found)
@@ -134,7 +134,7 @@ class FileStore:
         return FileSource(self.root / name / file)
 
     def remove(self, name: str) -> bool:
-        """Deletes a checkpoint; False, and nothing happens, while somebody reads it."""
+        """Deletes a checkpoint; returns False and does nothing while it is being read."""
         fd = _open_to_lock(self.root / name / MANIFEST)
         try:
             if not _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -148,14 +148,14 @@ class FileStore:
         return True
 
     def quarantine(self, name: str, reason: str) -> str:
-        """Takes a bad checkpoint out of sight without deleting it; returns where it lies now."""
+        """Moves a damaged checkpoint to the quarantine folder; returns its new path."""
         folder = self.root / QUARANTINE
         folder.mkdir(exist_ok=True)
         target = folder / f"{name}-{time.strftime('%Y%m%dT%H%M%S')}-{os.urandom(3).hex()}"
         try:
             (self.root / name).rename(target)
         except FileNotFoundError:
-            return str(folder)  # another rank was first
+            return str(folder)  # another rank was faster
         (target / "QUARANTINED.txt").write_text(reason + "\n")
         return str(target)
 
@@ -174,7 +174,7 @@ class FileStore:
         return found
 
     def set_aside(self) -> list[str]:
-        """Takes everything, quarantine too, out of sight without deleting anything; returns where it lies now."""
+        """Moves all checkpoints and the quarantine to a new folder; returns its path in a list, or []."""
         self._mount.forget()
         names = [*self.names(), *([QUARANTINE] if self.quarantined() else [])]
         if not names:
@@ -188,9 +188,9 @@ class FileStore:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """While open, `remove` leaves the checkpoint alone."""
+        """Protects the checkpoint from `remove` while open."""
         if not (self.root / name).exists():
-            self.names()  # brings it back if it was moved aside when its saver died
+            self.names()  # restores a checkpoint that an interrupted save had moved aside
         fd = _open_plain(self.root / name / MANIFEST)
         try:
             _lock(fd, fcntl.LOCK_SH)
@@ -207,11 +207,11 @@ class FileStore:
         try:
             entries = list(os.scandir(self.root))
         except FileNotFoundError:
-            if self.root.is_symlink():  # its target is not mounted: not the same as empty
+            if self.root.is_symlink():  # its target is not mounted, which is not the same as empty
                 raise
             entries = []
         folders = [entry.name for entry in entries if entry.name != LOST_AND_FOUND and entry.is_dir()]
-        names = {self._brought_back(name) for name in folders}
+        names = {self._restored_name(name) for name in folders}
         found = [name for name in names if not name.startswith(".") and _is_checkpoint(self.root / name)]
         if not found:
             self._mount.check()
@@ -221,7 +221,7 @@ class FileStore:
         return (self.root / name / MANIFEST).exists()
 
     def _known(self) -> list[str]:
-        """The names in the pointer: a file server may show the folder as it was a minute ago."""
+        """The names in the pointer file: a file server may list the folder as it was a minute ago."""
         try:
             return decode(_read_small(self.root / POINTER))
         except FileNotFoundError:
@@ -236,26 +236,25 @@ class FileStore:
     def _folder(self, attempt: Attempt) -> Path:
         return self.root / f".saving-{attempt.name}-{attempt.token}"
 
-    def _brought_back(self, name: str) -> str:
-        """The name itself; what a saver had moved aside to replace it, and then died, gets its own name again."""
+    def _restored_name(self, name: str) -> str:
+        """The name, after undoing the rename of a checkpoint whose replacement was interrupted."""
         if not name.startswith(_REPLACED):
             return name
         own = _own_name(name)
         if not (self.root / own).exists():
-            with contextlib.suppress(OSError):  # a read-only disk, or another process was first
+            with contextlib.suppress(OSError):  # a read-only disk, or another process was faster
                 (self.root / name).rename(self.root / own)
         return own
 
 
 class FileSource:
-    """One data file, read straight into the caller's memory.
+    """One data file, read directly into the caller's memory.
 
-    Each thread has a descriptor of its own, since the kernel reads ahead per descriptor and gives up where several
-    threads jump about with one. (Telling it with WILLNEED what comes fills the page cache with single pages: twice
-    the CPU time for this read, and for every later one.)
+    Each thread uses its own descriptor, because the kernel's read-ahead works per descriptor and stops if several threads
+    seek in one. (POSIX_FADV_WILLNEED fills the page cache with single pages: twice the CPU time for this and later reads.)
     """
 
-    wide_reads = False  # True: each read is a request, so neighbouring shards are fetched together
+    wide_reads = False  # True: each read is a request, so adjacent shards are fetched together
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -264,14 +263,14 @@ class FileSource:
         self._fds = {threading.get_ident(): self._fd}
 
     def read_views(self, start: int, views: Sequence[memoryview]) -> None:
-        """Fills the views one after the other, from `start` on."""
+        """Fills the views one after the other, starting at `start`."""
         fd, left = self._mine(), sum(map(len, views))
         while left:
             got = os.preadv(fd, views, start)
             if got == 0:
                 raise EOFError(f"{self.path} ends at byte {start}, {left} bytes missing")
             start, left = start + got, left - got
-            if left:  # cut short by a signal, or by the file's end
+            if left:  # a short read, by a signal or at the end of the file
                 views = _after(views, got)
 
     def close(self) -> None:
@@ -280,19 +279,19 @@ class FileSource:
         self._fds.clear()
 
     def _mine(self) -> int:
-        """This thread's descriptor, of the very same file even where it was renamed meanwhile."""
+        """This thread's descriptor of the same file, even if the file was renamed meanwhile."""
         fd = self._fds.get(threading.get_ident())
         if fd is None:
             try:
                 fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:  # no /proc, no descriptor left: a little slower
+            except OSError:  # no /proc or no free descriptor: slower, but works
                 return self._fd
             self._fds[threading.get_ident()] = fd
         return fd
 
 
 def _after(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of them behind so many bytes."""
+    """The views without their first `count` bytes."""
     found = []
     for view in views:
         found.append(view[count:])
@@ -301,7 +300,7 @@ def _after(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def _open_plain(path: Path) -> int:
-    """A descriptor for reading. A pipe or a device, which might be read for ever, is damage."""
+    """Opens a regular file for reading. CheckpointDamaged for a pipe or a device, which may never end."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -312,19 +311,17 @@ def _open_plain(path: Path) -> int:
 
 
 def _read_small(path: Path) -> bytes:
-    """The whole of a JSON file, of which there may be so much."""
+    """Reads a whole JSON file of at most MAX_JSON_BYTES."""
     with open(_open_plain(path), "rb") as file:
         length = os.fstat(file.fileno()).st_size
         if length > MAX_JSON_BYTES:
-            problem = (
-                f"{path.name} has {length} bytes, more than a file of its kind may have ({MAX_JSON_BYTES})"
-            )
+            problem = f"{path.name} has {length} bytes, but at most {MAX_JSON_BYTES} are allowed"
             raise CheckpointDamaged(problem, invalid_keys=(path.name,), path=str(path.parent))
         return file.read(length)
 
 
 def _write_file(path: Path, pieces: Pieces) -> None:
-    """Writes and syncs a file. One page-aligned piece goes past the page cache: a tenth of the CPU time."""
+    """Writes and syncs a file. A page-aligned first piece bypasses the page cache: a tenth of the CPU time."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         offset = 0
@@ -339,7 +336,7 @@ def _write_file(path: Path, pieces: Pieces) -> None:
 
 
 def _write_direct(path: Path, piece: memoryview) -> int:
-    """Writes the whole pages of an aligned piece with O_DIRECT; returns how many bytes that were (0: none)."""
+    """Writes the whole pages of an aligned piece with O_DIRECT; returns the number of bytes written."""
     whole = len(piece) // PAGE_BYTES * PAGE_BYTES
     if whole < (1 << 20) or piece.readonly:
         return 0
@@ -348,13 +345,13 @@ def _write_direct(path: Path, piece: memoryview) -> int:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
-        return 0  # a filesystem without direct writes
+        return 0  # no O_DIRECT on this filesystem
     done = 0
     try:
         while done < whole:
             done += os.pwrite(fd, piece[done : min(whole, done + WRITE_BYTES)], done)
             if done % PAGE_BYTES:
-                return done  # a short write: the rest goes the plain way
+                return done  # a short write: the caller writes the rest
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -364,8 +361,7 @@ def _write_direct(path: Path, piece: memoryview) -> int:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether it has a manifest, or the name of a checkpoint: what lost its manifest was there once. Raises OSError if
-    the disk does not say."""
+    """Whether a folder has a manifest, or the name of a checkpoint that has lost its manifest."""
     try:
         return stat.S_ISREG(os.stat(folder / MANIFEST).st_mode) or bool(_NAME.fullmatch(folder.name))
     except FileNotFoundError:
@@ -373,12 +369,12 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _own_name(name: str) -> str:
-    """What was moved aside to be replaced may go only when its own name is there; other folders have none: ""."""
+    """The original name of a checkpoint that was moved aside to be replaced; "" for other folders."""
     return name.removeprefix(_REPLACED).rpartition("-")[0] if name.startswith(_REPLACED) else ""
 
 
 def _changed(path: Path) -> float:
-    """When the filesystem says that a folder, or a file in it, changed last; one that is gone just did."""
+    """Latest modification time of a folder and its files; inf if the folder is gone."""
     try:
         return max(one.stat().st_mtime for one in (path, *path.iterdir()))
     except FileNotFoundError:
@@ -390,14 +386,14 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a filesystem that cannot, as CIFS
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # not supported, for example on CIFS
             raise
     finally:
         os.close(fd)
 
 
 def _remove_tree(folder: Path) -> None:
-    """Removes a checkpoint's folder as far as it goes; what stays is tidied another time."""
+    """Removes a checkpoint's folder as far as possible; a later `tidy` removes the rest."""
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):
             with contextlib.suppress(OSError):
@@ -406,7 +402,7 @@ def _remove_tree(folder: Path) -> None:
 
 
 def _lock(fd: int, how: int) -> bool:
-    """Takes a lock; False while somebody else holds one. On a filesystem without locks the age rules have to do."""
+    """Takes a lock; False while another process holds it. Without lock support only the age rules protect a folder."""
     try:
         fcntl.flock(fd, how)
     except BlockingIOError:
@@ -418,15 +414,15 @@ def _lock(fd: int, how: int) -> bool:
 
 
 def _open_to_lock(path: Path) -> int:
-    """For writing where that is possible: NFS gives an exclusive lock for nothing else."""
+    """Opens a file for writing if possible, because NFS requires that for an exclusive lock."""
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # a folder, or not ours to write
+    except OSError:  # a folder, or no write permission
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def _unlocked(path: Path) -> bool:
-    """Whether nobody holds a lock on a file or folder (or it is not there)."""
+    """Whether a file or folder is not locked, or does not exist."""
     try:
         fd = _open_to_lock(path)
     except FileNotFoundError:
@@ -438,7 +434,7 @@ def _unlocked(path: Path) -> bool:
 
 
 def _rename_over(folder: Path, final: Path, aside: Path) -> None:
-    """Renames a folder; an older checkpoint of the same name is swapped out in the same instant."""
+    """Renames a folder; an older checkpoint of the same name is replaced atomically if the kernel supports it."""
     if not final.exists():
         folder.rename(final)
         return
@@ -446,12 +442,12 @@ def _rename_over(folder: Path, final: Path, aside: Path) -> None:
         final.rename(aside)
         folder.rename(final)
         folder = aside
-    if _unlocked(folder / MANIFEST):  # else somebody reads the old one still; tidied later
+    if _unlocked(folder / MANIFEST):  # else the old one is still being read; `tidy` removes it later
         _remove_tree(folder)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """renameat2(RENAME_EXCHANGE); False where the kernel or filesystem has none."""
+    """renameat2(RENAME_EXCHANGE); False if kernel or filesystem do not support it."""
     at_fdcwd, rename_exchange = -100, 2
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2

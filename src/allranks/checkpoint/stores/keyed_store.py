@@ -1,10 +1,9 @@
-"""Checkpoints in anything that keeps bytes by key: object stores (tier S3) and peers' memory (tier PEER).
+"""Checkpoints in key-value storage: object stores (tier S3) and the memory of peers (tier PEER). No torch.
 
-Torch-free. There is no rename, so file names carry the attempt, and the conditional put of the manifest is the
-commit.
+There is no rename, so file names contain the attempt, and a conditional put of the manifest is the commit.
 
-Lists of objects may be out of date. None is believed against the pointer (`listing.py`), and nothing is deleted before the
-objects themselves have been asked: a file goes when no manifest that could name it is there.
+Lists of objects may be stale. They are checked against the pointer file (`listing.py`), and before a file is deleted,
+every manifest that could name it is requested by its key.
 """
 
 from __future__ import annotations
@@ -27,30 +26,31 @@ if TYPE_CHECKING:
     from allranks.checkpoint.stores.object_store import ObjectBlobs
     from allranks.checkpoint.stores.peer_store import PeerBlobs
 
-#: What a saver writes before the manifest. Nothing else under the prefix is ever tidied away.
+#: Files that a save writes before the manifest. `tidy` removes no others.
 _OURS = re.compile(r"([^/]+)/rank-\d{5}-([0-9a-f]{12})\.(?:safetensors|json|failed)")
 QUARANTINED, REASON = "manifest.quarantined.json", "quarantine_reason.json"
 SET_ASIDE = "manifest.set-aside-"
 READING = ".reading"
-#: A reader that died without saying so protects its checkpoint no longer than this.
-READING_LIMIT_S = 3600.0
-#: Files of an attempt that never got a manifest are removed when older than this.
-LEFT_BEHIND_S = 24 * 3600.0
+READING_LIMIT_S = 3600.0  # how long a reader that died protects its checkpoint
+LEFT_BEHIND_S = 24 * 3600.0  # age at which files without a manifest are removed
 
 
-#: Bytes by key, as object stores have them; keys are relative to the store's address.
+#: Bytes by key; keys are relative to the store's address.
 BlobStore: TypeAlias = "ObjectBlobs | PeerBlobs"
 
 
 @dataclass(eq=False, repr=False)
 class KeyedStore:
-    """See `FileStore` for the methods."""
+    """FileStore documents the methods."""
 
     blobs: BlobStore
     spec: StoreSpec
-    tier: str
-    pointer: bool = False  # its lists may be out of date
+    pointer: bool = False  # keep a pointer file, because lists may be stale
     attempt_in_names: bool = True
+
+    @property
+    def tier(self) -> str:
+        return self.spec.tier
 
     def path_of(self, name: str) -> str:
         return f"{self.spec.url.rstrip('/')}/{name}"
@@ -72,16 +72,16 @@ class KeyedStore:
         try:
             self.blobs.put_if(key, manifest, version)
         except FileExistsError:
-            if not self._committed(attempt):  # else only the answer to an earlier try was lost
+            if not self._committed(attempt):  # else an earlier put succeeded and only its response was lost
                 raise
-        with contextlib.suppress(OSError):  # it is committed; older files are tidied another time
+        with contextlib.suppress(OSError):  # the checkpoint is committed; a later `tidy` removes older files
             self._point(add=attempt.name)
             if replaced not in ("", attempt.token):
                 self.blobs.delete(_files_of(attempt.name, replaced, self._listed()))
 
     def abandon(self, attempt: Attempt, files: Sequence[str] = ()) -> None:
-        """Removes what was written; of `files`, only those."""
-        if self._committed(attempt):  # only the answer was lost
+        """Removes the files of the attempt, or only `files`."""
+        if self._committed(attempt):  # only the response was lost
             return
         if files:
             self.blobs.delete([f"{attempt.name}/{file}" for file in files])
@@ -90,10 +90,10 @@ class KeyedStore:
             self.blobs.delete([key for key in written if attempt.token in key.rsplit("/", 1)[-1]])
 
     def leave(self, attempt: Attempt) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def tidy(self) -> list[str]:
-        """Files whose checkpoint has no manifest, old enough that no saver can still be at work on them."""
+        """Removes files without a manifest that are too old to belong to a running save."""
         listed = self._listed()
         complete = {key.split("/")[0] for key in listed if _is_manifest(key)}
         limit = max(listed.values(), default=0.0) - LEFT_BEHIND_S
@@ -125,7 +125,7 @@ class KeyedStore:
         listed = self._listed()
         limit = max(listed.values(), default=0.0) - READING_LIMIT_S
         if any(changed > limit for key, changed in listed.items() if key.startswith(f"{READING}/{name}/")):
-            return False  # a reader that has not run out
+            return False
         token = _attempt_of(self.read(name, MANIFEST), name)
         self._point(drop={name})
         self.blobs.delete([f"{name}/{MANIFEST}"])
@@ -136,7 +136,7 @@ class KeyedStore:
         try:
             manifest, _ = self.blobs.get(f"{name}/{MANIFEST}")
         except FileNotFoundError:
-            return self.path_of(name)  # another rank was first
+            return self.path_of(name)  # another rank was faster
         note = json.dumps({"reason": reason}).encode()
         self._point(drop={name})
         self.blobs.put(f"{name}/{QUARANTINED}", [memoryview(manifest)], len(manifest))
@@ -165,7 +165,7 @@ class KeyedStore:
         key = f"{READING}/{name}/{uuid.uuid4().hex}.json"
         note = json.dumps({"pid": os.getpid()}).encode()
         marked = False
-        with contextlib.suppress(OSError):  # a reader without write permission still reads
+        with contextlib.suppress(OSError):  # a reader may lack write permission
             self.blobs.put(key, [memoryview(note)], len(note))
             marked = True
         try:
@@ -191,7 +191,7 @@ class KeyedStore:
             return False
 
     def _listed(self) -> dict[str, float]:
-        """Key → time of last change of everything there; OSError when the list lacks a manifest that is there."""
+        """Key → modification time of all objects; OSError if the list misses an existing manifest."""
         listed = dict(self.blobs.keys(""))
         if not self.pointer:
             return listed
@@ -218,21 +218,21 @@ class KeyedStore:
         return True
 
     def _known(self) -> list[str]:
-        """The names in the pointer; dropped by the next `tidy` where the manifest is gone."""
+        """The names in the pointer file; `tidy` drops names without a manifest."""
         try:
             return decode(self.blobs.get(POINTER)[0]) if self.pointer else []
         except FileNotFoundError:
             return []
 
     def _point(self, add: str = "", drop: Set[str] = frozenset()) -> None:
-        """Changes the pointer: after a name is there, before it is gone."""
+        """Updates the pointer file: after a name is added, and before it is removed."""
         if self.pointer and (add or drop):
             data = encode(self._known(), add, drop)
             self.blobs.put(POINTER, [memoryview(data)], len(data))
 
 
 class BlobSource:
-    """One data object, read by ranges."""
+    """One data object, read in ranges."""
 
     wide_reads = True
 
@@ -244,25 +244,25 @@ class BlobSource:
     def read_views(self, start: int, views: Sequence[memoryview]) -> None:
         end = start + sum(map(len, views))
         if end > self.bytes:
-            raise EOFError(f"{self.key} ends at byte {self.bytes}, {end} wanted")
+            raise EOFError(f"{self.key} ends at byte {self.bytes}, expected {end}")
         self.blobs.get_range(self.key, start, views)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Nothing to close."""
 
 
 def _aside(token: str) -> str:
-    """The manifest of an attempt that was set aside."""
+    """The manifest's file name after an attempt was set aside."""
     return f"{SET_ASIDE}{token}.json"
 
 
 def _is_manifest(key: str) -> bool:
-    """Also of what is out of sight."""
+    """Whether a key is a manifest, also a quarantined one or one that was set aside."""
     return key.endswith((f"/{MANIFEST}", f"/{QUARANTINED}")) or f"/{SET_ASIDE}" in key
 
 
 def _attempt_of(manifest: bytes, path: str) -> str:
-    """Its attempt; "" if it cannot be read."""
+    """The attempt in a manifest; "" if it cannot be read."""
     try:
         return decode_manifest(manifest, path).attempt
     except CheckpointValidationError:
@@ -270,5 +270,5 @@ def _attempt_of(manifest: bytes, path: str) -> str:
 
 
 def _files_of(name: str, token: str, listed: Iterable[str]) -> list[str]:
-    """The files of one attempt; none if the attempt is not known."""
+    """The files of one attempt."""
     return [key for key in listed if (found := _OURS.fullmatch(key)) and found.groups() == (name, token)]

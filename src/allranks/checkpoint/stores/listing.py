@@ -1,7 +1,7 @@
-"""What a store holds, and which of it may go: a pure decision, and the one place that acts on it. Torch-free.
+"""Lists the checkpoints of a store and decides which to remove. No torch.
 
-A list may be out of date or cut short; what is asked for by its name is as it is. So the names of the newest checkpoints are kept in
-one small file, which is written after every commit, and every list is compared with them.
+A list may be stale or truncated, but a file requested by its name is current. Therefore a small pointer file holds the
+names of the newest checkpoints. It is written after every commit, and every list is compared with it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from allranks.errors import CheckpointValidationError
 from allranks.model.parsing import printable
 
 POINTER = ".allranks.json"
-#: Names that are kept in it, newest last.
-MOST = 256
+MOST = 256  # names in the pointer file, newest last
 INCOMPLETE = "is not complete"
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One line of `ls`. `problem` is empty for a whole manifest; the other fields are then valid."""
+    """One line of `ls`. The other fields are valid if `problem` is empty."""
 
     name: str
     path: str
@@ -38,14 +37,14 @@ class Listed:
 
 @dataclass(frozen=True)
 class PruneDecision:
-    """`remove` is ordered oldest first; `reason` says why these and no others."""
+    """The checkpoints to remove, oldest first, and why."""
 
     remove: tuple[str, ...]
     reason: str
 
 
 def read_manifests(store: Store) -> Iterator[tuple[str, Manifest | CheckpointValidationError]]:
-    """(name, manifest or what is wrong with it) of every checkpoint; one that is removed meanwhile is left out."""
+    """(name, manifest or its problem) of every checkpoint; skips one that is removed meanwhile."""
     for name in store.names():
         try:
             found = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
@@ -60,7 +59,7 @@ def read_manifests(store: Store) -> Iterator[tuple[str, Manifest | CheckpointVal
 
 
 def list_checkpoints(store: Store) -> list[Listed]:
-    """Every checkpoint of a store, oldest step first, damaged ones included."""
+    """Every checkpoint of a store, oldest step first, including damaged ones."""
     found = []
     for name, m in read_manifests(store):
         path = store.path_of(name)
@@ -81,12 +80,12 @@ def has_manifest(store: Store, name: str) -> bool:
 
 
 def decide(found: Sequence[Listed], keep_last: int, spare: str = "") -> PruneDecision:
-    """Keeps the newest `keep_last` valid ones, all invalid ones (they are for quarantine), always one, and `spare`.
+    """Keeps the newest `keep_last` valid checkpoints, `spare`, and all damaged ones (quarantine handles those).
 
     `keep_last` of 0 or less keeps everything.
     """
     if keep_last <= 0:
-        return PruneDecision((), "retention is off: everything is kept")
+        return PruneDecision((), "retention is off: all checkpoints are kept")
     valid = sorted((one for one in found if not one.problem), key=lambda one: one.step)
     surplus = [one for one in valid[: max(0, len(valid) - keep_last)] if one.name != spare]
     damaged = [one.name for one in found if one.problem]
@@ -101,24 +100,24 @@ def decide(found: Sequence[Listed], keep_last: int, spare: str = "") -> PruneDec
 
 
 def prune(store: Store, keep_last: int, spare: str = "") -> tuple[list[str], list[str]]:
-    """Removes surplus checkpoints, but never `spare`; returns (removed, left because somebody reads them)."""
+    """Removes surplus checkpoints, but never `spare`; returns (removed, kept because they are being read)."""
     return remove(store, decide(list_checkpoints(store), keep_last, spare))
 
 
 def remove(store: Store, decision: PruneDecision) -> tuple[list[str], list[str]]:
-    """Acts on a decision; returns (removed, left because somebody reads them)."""
+    """Carries out a decision; returns (removed, kept because they are being read)."""
     removed: list[str] = []
     left: list[str] = []
     for name in decision.remove:
         try:
             (removed if store.remove(name) else left).append(name)
         except FileNotFoundError:
-            continue  # another saver was first
+            continue  # another process was faster
     return removed, left
 
 
 def list_verified(store: Store, good: Callable[[str], bool]) -> list[Listed]:
-    """As `list_checkpoints`, but `good` is asked about the newest, and the next older, until one is: others do not count."""
+    """As `list_checkpoints`, but verifies with `good` from the newest on until one is good; the others count as damaged."""
     found = {one.name: one for one in list_checkpoints(store)}
     for one in sorted((one for one in found.values() if not one.problem), key=lambda one: -one.step):
         if good(one.name):
@@ -128,7 +127,7 @@ def list_verified(store: Store, good: Callable[[str], bool]) -> list[Listed]:
 
 
 def decode(data: bytes) -> list[str]:
-    """The names in the file; none if it is damaged, which the next commit repairs."""
+    """The names in a pointer file; [] if it is damaged (the next commit repairs it)."""
     try:
         found = json.loads(data)["checkpoints"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -138,14 +137,14 @@ def decode(data: bytes) -> list[str]:
 
 
 def encode(names: Iterable[str], add: str = "", drop: Iterable[str] = ()) -> bytes:
-    """The file with one name more, or some less."""
+    """The pointer file with one name added and others dropped."""
     gone = {add, *drop}
     kept = [name for name in names if name not in gone] + ([add] if add else [])
     return json.dumps({"checkpoints": kept[-MOST:]}).encode() + b"\n"
 
 
 def check_list(what: str, suspects: Iterable[str], there: Callable[[str], bool]) -> None:
-    """Raises OSError if one of the files that a list lacks is there; a file is asked for by its name."""
+    """Raises OSError if `there(path)` finds a file that the list does not contain."""
     for path in sorted(suspects):
         if there(path):
-            raise OSError(errno.EIO, printable(f"{what} {INCOMPLETE}: {path} is there, and not in it", 240))
+            raise OSError(errno.EIO, printable(f"{what} {INCOMPLETE}: {path} exists, but is not in it", 240))

@@ -1,4 +1,4 @@
-"""Any object store through `obstore`: S3, GCS, Azure and everything that speaks like them. Torch-free."""
+"""Object stores through `obstore`: S3, GCS, Azure and compatible servers. No torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ from allranks.model.parsing import printable
 
 P = ParamSpec("P")
 T = TypeVar("T")
-#: Parts of a multipart upload: S3 allows 10,000 of them.
-PART_BYTES = 16 << 20
-MAX_PARTS = 9_000
+PART_BYTES = 16 << 20  # of a multipart upload
+MAX_PARTS = 9_000  # S3 allows 10,000
 CONCURRENCY = 6
-#: What a list may hold, whatever it claims: obstore would take any into memory.
-MAX_KEYS = 2_000_000
+MAX_KEYS = 2_000_000  # limit for a list, which obstore reads into memory
 _CHUNK_BYTES = 4 << 20
-#: Where clouds hand out credentials: an error from there means that there are none.
+#: Metadata servers of clouds: an error from one of these means that there are no credentials.
 _METADATA_HOSTS = ("169.254.169.254", "169.254.170.2", "/latest/api/token", "/latest/meta-data/iam")
-#: Options of obstore's HTTP client. Among those of the store itself they make it panic.
+#: Options of obstore's HTTP client. Passed as options of the store, they make obstore panic.
 _CLIENT_OPTIONS = (
     "allow_http allow_invalid_certificates connect_timeout default_content_type http1_only http2_keep_alive_interval "
     "http2_keep_alive_timeout http2_keep_alive_while_idle http2_max_frame_size http2_only pool_idle_timeout "
@@ -40,11 +38,11 @@ _CLIENT_OPTIONS = (
 )
 _INNER = re.compile(r'\b(?:message|error): "([^"\\]+)"')
 _STATUS = re.compile(r"status code: (\d{3})")
-#: Answers with other statuses than 401 and 403 that are refusals all the same: keys that ran out, another region.
+#: Refusals with a status other than 401 and 403: expired keys, another region.
 _REFUSALS = ("ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed", "incorrectly configured region")
-#: A proxy or a login page answers every request alike; obstore takes a page for a list without entries.
-_PAGE = "a web page came instead of an answer of the store: is a proxy or a login page in between?"
-_TIMEOUT_S, _RETRIES = "60", 3.0  # of one request, and that many times as long with all its repetitions
+#: A proxy or a login page responds to every request with a page, which obstore parses as an empty list.
+_PAGE = "received a web page instead of a response of the store: is there a proxy or a login page?"
+_TIMEOUT_S, _RETRIES = "60", 3.0  # limit of one request; factor for the limit with all retries
 _KEY_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -54,11 +52,11 @@ _KEY_VARIABLES = (
 
 def open_object_store(spec: StoreSpec) -> KeyedStore:
     """Opens the bucket of a URL. Options: endpoint, region, access_key_id, secret_access_key, timeouts."""
-    return KeyedStore(ObjectBlobs(spec), spec, "S3", pointer=True)
+    return KeyedStore(ObjectBlobs(spec), spec, pointer=True)
 
 
 def try_access(spec: StoreSpec) -> Iterator[tuple[str, OSError]]:
-    """(IAM action, why it failed) of what saves and restores need: lists, writes, reads and deletes one small object."""
+    """Lists, writes, reads and deletes one small object; yields (IAM action, error) for each that fails."""
     blobs, name, data = ObjectBlobs(spec), f"allranks-access-{os.urandom(6).hex()}", b"{}"
     steps: tuple[tuple[str, Callable[[], object]], ...] = (
         ("s3:ListBucket", lambda: blobs.keys(name)),
@@ -72,11 +70,11 @@ def try_access(spec: StoreSpec) -> Iterator[tuple[str, OSError]]:
         except OSError as error:
             yield action, error
             if action == "s3:PutObject" or isinstance(error, FileNotFoundError):
-                return  # there is nothing to read and to delete
+                return  # nothing to read or delete
 
 
 def _interruptible(method: Callable[P, T]) -> Callable[P, T]:
-    """Ctrl-C is heard while the store does not answer: the main thread waits for another one, which it can leave."""
+    """Lets Ctrl-C interrupt a request: the main thread runs it in another thread, which it can abandon."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -96,16 +94,16 @@ def _interruptible(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-_used_by: set[int] = set()  # processes
+_used_by: set[int] = set()  # process ids
 
 
 class ObjectBlobs:
-    """The `keyed_store.BlobStore` of an object store. Retries are obstore's, within the limits of the options."""
+    """The `keyed_store.BlobStore` of an object store. obstore retries within the limits of the options."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        # obstore's threads do not survive a fork, and its first call in the child would wait for ever
+        # obstore's threads do not survive a fork: its first call in the child would block forever
         if _used_by and os.getpid() not in _used_by:
-            text = "obstore was used before this process was forked: start it with spawn instead"
+            text = "obstore was used before this process was forked: use the start method spawn instead"
             raise OSError(errno.EIO, text)
         _used_by.add(os.getpid())
         self._obstore = require("obstore", feature="an object store", extra="s3")
@@ -134,9 +132,11 @@ class ObjectBlobs:
         with _as_os_errors():
             found = self._obstore.get(self._store, key)
             if found.meta["size"] > MAX_JSON_BYTES:
-                raise ValueError(f"{key} has {found.meta['size']} bytes: too many for a file of ours")
-            data = b"".join(found.stream(_CHUNK_BYTES))  # memory for what has come, not for what is claimed
-        if data.lstrip()[:1] == b"<":  # whatever is read at once is JSON
+                raise ValueError(
+                    f"{key} has {found.meta['size']} bytes, but at most {MAX_JSON_BYTES} are allowed"
+                )
+            data = b"".join(found.stream(_CHUNK_BYTES))  # allocates as data arrives, not by the claimed size
+        if data.lstrip()[:1] == b"<":  # files read at once are JSON
             raise OSError(errno.EIO, _PAGE)
         return data, str(found.meta["e_tag"])
 
@@ -149,13 +149,13 @@ class ObjectBlobs:
             for piece in self._obstore.get(self._store, key, options=wanted).stream(_CHUNK_BYTES):
                 came, got = memoryview(piece), got + len(piece)
                 if got > length:
-                    raise ValueError(f"{key}: more than the {length} bytes asked for at {start} came")
+                    raise ValueError(f"{key}: received more than the {length} bytes requested at {start}")
                 while came:
                     count = min(len(came), len(left[0]))
                     left[0][:count], came, left[0] = came[:count], came[count:], left[0][count:]
                     left = left if left[0] else left[1:]
         if got != length:
-            raise EOFError(f"{key}: {got} bytes came for {length} asked at {start}")
+            raise EOFError(f"{key}: received {got} of {length} bytes requested at {start}")
 
     @_interruptible
     def size(self, key: str) -> int:
@@ -174,7 +174,7 @@ class ObjectBlobs:
             if self._has("allranks-never-writes-this"):
                 raise OSError(errno.EIO, _PAGE)
             if self._has(POINTER):
-                text = f"the store's list of objects {INCOMPLETE}: it is empty, but {POINTER} is there"
+                text = f"the store's list of objects {INCOMPLETE}: it is empty, but {POINTER} exists"
                 raise OSError(errno.EIO, text)
         return [entry for entry in found if entry[0].startswith(prefix)]
 
@@ -192,19 +192,20 @@ class ObjectBlobs:
                 self._obstore.delete(self._store, keys[at : at + 1000])
 
     def close(self) -> None:
-        """Connections end with the object."""
+        """Nothing to close: connections end with this object."""
 
 
 def _connect(spec: StoreSpec) -> Any:
-    """The obstore object of a URL. Options win over the AWS_* environment, that over ~/.aws/credentials."""
+    """The obstore object of a URL. Options override AWS_* variables, which override ~/.aws/credentials."""
     try:
         with _as_os_errors():
             return _from_url(spec, dict(spec.options))
     except OSError as error:
-        given = ", ".join(spec.options)  # their values may be secrets
+        given = ", ".join(spec.options)  # values may be secrets
         raise ConfigurationError(
             f"the object store {spec.url} cannot be opened with s3_options ({given}): {error.strerror}",
-            hint="timeout_s, max_retries, and what obstore takes: endpoint, region, access_key_id, secret_access_key …",
+            hint="valid are timeout_s, max_retries and the options of obstore: endpoint, region, access_key_id, "
+            "secret_access_key …",
         ) from error
 
 
@@ -213,7 +214,7 @@ def _from_url(spec: StoreSpec, options: dict[str, str]) -> Any:
 
     seconds, retries = float(options.pop("timeout_s", _TIMEOUT_S)), int(options.pop("max_retries", "5"))
     if not 0 < seconds < 1e6 or not 0 <= retries < 1e6:
-        raise ValueError("timeout_s must be above 0, max_retries not below")
+        raise ValueError("timeout_s must be above 0, and max_retries at least 0")
     client = {key: options.pop(key) for key in _CLIENT_OPTIONS.split() if key in options}
     config = _aws_config(options) if spec.url.startswith(("s3://", "s3a://")) else options
     endpoint = config.get("endpoint", "http://")
@@ -238,7 +239,7 @@ def _from_url(spec: StoreSpec, options: dict[str, str]) -> Any:
 
 
 def _aws_config(options: dict[str, str]) -> dict[str, str]:
-    """Endpoint, region and keys for S3 and what speaks like it."""
+    """Endpoint, region and keys for S3 and compatible servers."""
     env = os.environ
     config = {"region": env.get("AWS_REGION", env.get("AWS_DEFAULT_REGION", "us-east-1"))}
     endpoint = env.get("AWS_ENDPOINT_URL_S3", env.get("AWS_ENDPOINT_URL", ""))
@@ -250,7 +251,7 @@ def _aws_config(options: dict[str, str]) -> dict[str, str]:
 
 
 def _shared_credentials() -> dict[str, str]:
-    """The keys `aws configure` wrote; {} without them. obstore does not read that file."""
+    """The keys written by `aws configure`; {} without them. obstore does not read that file."""
     path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", Path.home() / ".aws" / "credentials"))
     parser = configparser.ConfigParser(interpolation=None)
     try:
@@ -264,18 +265,18 @@ def _shared_credentials() -> dict[str, str]:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Translates obstore's errors into OSErrors whose text is the short reason, the long one as its cause."""
+    """Converts obstore's errors into OSErrors with a short reason; the original error is the cause."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # Ctrl-C and the like; a panic in obstore is not an Exception
+            raise  # such as Ctrl-C; a panic in obstore is not an Exception
         raise _os_error(error) from error
 
 
 def _os_error(error: BaseException) -> OSError:
     kind, text = type(error).__name__, str(error)
-    found = _STATUS.search(text)  # what the server answered; elsewhere digits may be a port, a name or a time
+    found = _STATUS.search(text)  # other digits may be a port, a name or a time
     status = int(found[1]) if found else 0
     if any(refusal in text for refusal in _REFUSALS):
         return PermissionError(errno.EACCES, _short(text))
@@ -291,16 +292,16 @@ def _os_error(error: BaseException) -> OSError:
 
 
 def _short(text: str) -> str:
-    """What a person needs out of obstore's nested debug text."""
+    """The relevant part of obstore's nested debug text."""
     code, message = (re.search(rf"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
     if code:
         found = f"{code.group(1)}: {message.group(1)}" if message else code.group(1)
     elif status := re.search(r"status code: (\d{3}[^:\n]*)", text):
         found = status.group(1).strip()
     else:
-        # before the dash is the request
+        # the request stands before the dash
         found = (text.splitlines()[0] if text else "unknown error").rpartition(" - ")[2]
-        inner = _INNER.findall(text)  # "error sending request" alone says nothing
-        reason = inner[-1] if inner else "no answer in time" if "TimedOut" in text else ""
+        inner = _INNER.findall(text)  # the reason for "error sending request"
+        reason = inner[-1] if inner else "timed out" if "TimedOut" in text else ""
         found += f": {reason}" if reason else ""
     return printable(found, 240)

@@ -1,15 +1,15 @@
-"""Snapshots in the memory of the nodes (tier PEER): the server of one node, and all nodes' servers as one store. Torch-free.
+"""Snapshots in the memory of the nodes (tier PEER): the server of one node, and the servers of all nodes as one store.
 
-`SnapshotServer` runs in a node's agent, so that it outlives the ranks; ranks of this node and of the node before it keep
-their snapshots there. Bytes by key, bounded in total, only for those who know the token.
+`SnapshotServer` runs in a node's agent, so that it outlives the ranks. It stores bytes by key, up to a limit, for the ranks
+of its own node and of the previous node. Clients must know the token. No torch.
 
     server = SnapshotServer(token=secret)
     server.start()
     ... server.address ...
     server.close()
 
-What a rank writes goes to its own node's server and to the next node's: losing any one node loses nothing. Reads
-ask its own server first, then the others. A server that does not answer is left alone for a while.
+A rank writes to the server of its own node and of the next node, so the loss of one node loses no snapshot. It reads from
+its own server first, then from the others. A server that does not respond is skipped for a few seconds.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from allranks.checkpoint.stores.keyed_store import KeyedStore
 from allranks.errors import InputError
 
 log = logging.getLogger("allranks.checkpoint")
-PURPOSE = "snapshots"  # names the key that both sides prove
-#: A request or an answer, as JSON.
-Message: TypeAlias = dict[str, Any]
+PURPOSE = "snapshots"  # selects the key that both sides prove
+Message: TypeAlias = dict[str, Any]  # a request or response, as JSON
 _BACKLOG = 512
 MAX_REQUEST_BYTES = 1 << 20
 
@@ -54,15 +53,15 @@ class _Blob:
         return memoryview(self.data)[: self.length] if self.data is not None else memoryview(b"")
 
 
-@dataclass(eq=False, repr=False)  # not shown: it holds a secret
+@dataclass(eq=False, repr=False)  # repr would show the token
 class SnapshotServer:
-    """Keeps at most `max_bytes` (default: half of the memory free at the start). `bind` is HOST:PORT."""
+    """Keeps at most `max_bytes` (default: half of the memory available at the start). `bind` is HOST:PORT."""
 
     token: str
     bind: str = "0.0.0.0:0"
     max_bytes: int | None = None
     clock: Callable[[], float] = time.monotonic
-    transfer_s: float = 60.0  # without a byte; a whole transfer may take that and a second per MiB
+    transfer_s: float = 60.0  # limit without a byte; a whole transfer may take this plus one second per MiB
     address: str = ""
     _blobs: dict[str, _Blob] = field(default_factory=dict)
     _reserved: int = 0  # bytes of blobs being received
@@ -73,7 +72,7 @@ class SnapshotServer:
         self._members = MemberServer(Keyring(self.token), PURPOSE, self._serve, "allranks-snapshots")
 
     def start(self) -> None:
-        """Listens; `address` is where, from now on."""
+        """Starts listening and sets `address`."""
         host, port = frames.split_address(self.bind)
         if self.max_bytes is None:
             self.max_bytes = _available_bytes() // 2
@@ -85,20 +84,20 @@ class SnapshotServer:
         self._members.start(listener)
 
     def close(self) -> None:
-        """Stops, drops every connection and every byte."""
+        """Stops, closes all connections and drops all snapshots."""
         self._members.close()
         self._blobs.clear()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes kept and being received."""
+        """Bytes stored or being received."""
         with self._lock:
             return self._used()
 
     def _serve(self, connection: socket.socket, purpose: str) -> None:
-        frames.tune(connection, TRANSFER_S)  # a node that is gone without a word is noticed
+        frames.tune(connection, TRANSFER_S)  # keep-alive detects a node that is gone
         while True:
-            connection.settimeout(None)  # between requests: ends with the other side, or with close()
+            connection.settimeout(None)  # waits for the next request until the client or close() ends it
             request = frames.next_json(connection, MAX_REQUEST_BYTES)
             if request is None:
                 return
@@ -125,7 +124,7 @@ class SnapshotServer:
             frames.send_json(connection, {"ok": False, "error": f"unknown operation {operation!r}"})
 
     def _put(self, connection: socket.socket, request: Message) -> Message:
-        """Reserves room, accepts or refuses, receives, and stores the whole blob at once."""
+        """Reserves memory, accepts or refuses, receives, and then stores the whole blob."""
         key, length = str(request["key"]), int(request["length"])
         refusal = self._reserve(key, length)
         frames.send_json(connection, {"ok": not refusal, "error": refusal})
@@ -163,7 +162,7 @@ class SnapshotServer:
             if "expected" in request:
                 version = None if current is None else str(current.version)
                 if version != request["expected"]:
-                    return {"ok": False, "conflict": True, "error": "another saver was first"}
+                    return {"ok": False, "conflict": True, "error": "another saver was faster"}
             self._versions += 1
             blob.version = self._versions
             self._blobs[key] = blob
@@ -187,18 +186,18 @@ class SnapshotServer:
 
 
 def send_bytes(sock: socket.socket, pieces: Iterable[memoryview], algorithm: str) -> None:
-    """Raw bytes whose length was announced, then their checksum."""
+    """Sends raw bytes, whose length the receiver knows, then their checksum."""
     hasher = new_hasher(algorithm)
     frames.send_from(sock, pieces, hasher)
     frames.send_checksum(sock, hasher)
 
 
 def receive_bytes(sock: socket.socket, views: Sequence[memoryview], algorithm: str) -> None:
-    """Fills `views` and checks what came."""
+    """Fills `views` and verifies the checksum."""
     hasher = new_hasher(algorithm)
     frames.read_into(sock, views, hasher)
     if not frames.is_intact(sock, hasher):
-        raise ChannelError(f"{sum(map(len, views))} bytes came with the wrong checksum")
+        raise ChannelError(f"checksum mismatch in {sum(map(len, views))} received bytes")
 
 
 def _available_bytes() -> int:
@@ -210,7 +209,7 @@ def _available_bytes() -> int:
 
 
 def _cut_after(connection: socket.socket, seconds: float) -> threading.Timer:
-    """Ends what waits on a connection: each byte in time is not enough, if there are many of them."""
+    """Shuts a connection down after a total time: the timeout of a socket only limits the wait for each byte."""
 
     def cut() -> None:
         with suppress(OSError):
@@ -223,26 +222,26 @@ def _cut_after(connection: socket.socket, seconds: float) -> threading.Timer:
 
 
 CONNECT_S = 3.0
-TRANSFER_S = 60.0  # without a byte
-DOWN_S = 5.0
+TRANSFER_S = 60.0  # limit without a byte
+DOWN_S = 5.0  # how long a keeper that did not respond is skipped
 T = TypeVar("T")
 
 
 def open_peers(spec: StoreSpec) -> KeyedStore:
-    """Opens peer://HOST:PORT,HOST:PORT/JOB. Options: `token` (one, or one line per keeper), and `node`, the
-    number of this node's keeper."""
+    """Opens peer://HOST:PORT,HOST:PORT/JOB. Options: `token` (one, or one line per keeper) and `node` (index of this
+    node's keeper)."""
     addresses, _, job = spec.url.removeprefix("peer://").partition("/")
     node = int(spec.options.get("node", "0"))
     for address in addresses.split(","):
         if not address.rpartition(":")[2].isdigit():
             raise InputError(f"'{address}' in '{spec.url}' is not HOST:PORT", hint="peer://HOST:PORT/JOB")
     blobs = PeerBlobs(addresses.split(","), job or "job", spec.options.get("token", ""), node)
-    return KeyedStore(blobs, spec, "PEER")
+    return KeyedStore(blobs, spec)
 
 
-@dataclass(eq=False, repr=False)  # not shown: it holds a secret
+@dataclass(eq=False, repr=False)  # repr would show the token
 class KeeperClient:
-    """The client of one snapshot keeper. Connections are kept and used by one thread at a time."""
+    """The client of one snapshot keeper. Connections are pooled; each is used by one thread at a time."""
 
     address: str
     token: str
@@ -252,7 +251,7 @@ class KeeperClient:
 
     @contextmanager
     def connection(self) -> Iterator[socket.socket]:
-        """A greeted connection; closed, not kept, if anything goes wrong on it."""
+        """An authenticated connection; it returns to the pool unless an error occurs."""
         with self._lock:
             sock = self._idle.pop() if self._idle else None
         if sock is None:
@@ -265,7 +264,7 @@ class KeeperClient:
             self._idle.append(sock)
 
     def put(self, key: str, pieces: list[memoryview], length: int, extra: Message) -> None:
-        """Stores a blob; OSError says why not."""
+        """Stores a blob; OSError if the keeper refuses it."""
         algorithm = best_algorithm()
         with self.connection() as sock:
             frames.send_json(
@@ -283,7 +282,7 @@ class KeeperClient:
     def get(
         self, key: str, start: int = 0, views: Sequence[memoryview] | None = None
     ) -> tuple[memoryview, str, int]:
-        """(bytes, version, size of the blob), or a part of them into `views`; FileNotFoundError."""
+        """(bytes, version, size of the blob). With `views`, reads a part of the blob into them."""
         request: Message = {"do": "get", "key": key, "start": start}
         wanted = None if views is None else sum(map(len, views))
         if wanted is not None:
@@ -292,7 +291,7 @@ class KeeperClient:
             frames.send_json(sock, request)
             answer = frames.receive_json(sock)
             if answer.get("missing"):
-                raise FileNotFoundError(errno.ENOENT, f"{key} is not kept by {self.address}")
+                raise FileNotFoundError(errno.ENOENT, f"{self.address} does not have {key}")
             length = int(answer["length"])
             if not 0 <= length <= (MAX_JSON_BYTES if wanted is None else wanted):
                 raise ValueError(f"it has {length} bytes of {key}")
@@ -302,7 +301,7 @@ class KeeperClient:
             raise EOFError(f"{key} ends at byte {answer['size']}")
         return whole[0] if views is None else memoryview(b""), answer["version"], answer["size"]
 
-    def ask(self, request: Message) -> Message:
+    def request(self, request: Message) -> Message:
         with self.connection() as sock:
             frames.send_json(sock, request)
             return frames.receive_json(sock)
@@ -346,7 +345,7 @@ class PeerBlobs:
         self._everywhere(homes, lambda k: k.put(self.prefix + key, parts, length, {}), key)
 
     def put_if(self, key: str, data: bytes, expected: str | None) -> None:
-        """Every keeper gets the manifest; each checks that it knew none, or the one replaced."""
+        """Writes the manifest to every keeper; each checks that it has none, or the one being replaced."""
 
         def put(keeper: KeeperClient) -> None:
             try:
@@ -368,23 +367,23 @@ class PeerBlobs:
         return self._anywhere(key, lambda k: k.get(self.prefix + key, 0, []))[2]
 
     def keys(self, prefix: str) -> list[tuple[str, float]]:
-        """Times are ages below 0, by the clock of the keeper that has the key: nodes' clocks differ."""
+        """(key, negative age) of each blob, by the clock of its keeper: the clocks of nodes differ."""
         found: dict[str, float] = {}
 
-        def ask(keeper: KeeperClient) -> None:
-            answer = keeper.ask({"do": "list", "prefix": self.prefix + prefix})
+        def add_keys(keeper: KeeperClient) -> None:
+            answer = keeper.request({"do": "list", "prefix": self.prefix + prefix})
             now = answer["now"]
             for key, changed, _ in answer["keys"]:
                 name = key.removeprefix(self.prefix)
                 found[name] = max(found.get(name, changed - now), changed - now)
 
-        self._everywhere(self._nearest(), ask, "the list")
+        self._everywhere(self._nearest(), add_keys, "the list")
         return sorted(found.items())
 
     def delete(self, keys: list[str]) -> None:
         if keys:
             request = {"do": "delete", "keys": [self.prefix + key for key in keys]}
-            self._everywhere(self._nearest(), lambda k: k.ask(request), "a deletion")
+            self._everywhere(self._nearest(), lambda k: k.request(request), "a deletion")
 
     def close(self) -> None:
         for keeper in self.keepers:
@@ -397,7 +396,7 @@ class PeerBlobs:
     def _everywhere(
         self, keepers: list[KeeperClient], act: Callable[[KeeperClient], object], what: str
     ) -> None:
-        """Acts on each; one success is enough, failures are logged."""
+        """Calls `act` on each keeper; one success is enough, failures are logged."""
         done, first = 0, None
         for keeper in keepers:
             try:
@@ -407,12 +406,12 @@ class PeerBlobs:
                 raise
             except OSError as error:
                 first = first or error
-                log.warning("[PEER] snapshot keeper %s: %s fails: %s", keeper.address, what, error)
+                log.warning("[PEER] snapshot keeper %s: %s failed: %s", keeper.address, what, error)
         if not done:
-            raise first or ConnectionRefusedError(errno.ECONNREFUSED, "no snapshot keeper answers")
+            raise first or ConnectionRefusedError(errno.ECONNREFUSED, "no snapshot keeper responds")
 
     def _anywhere(self, key: str, act: Callable[[KeeperClient], T]) -> T:
-        """The first keeper that has it. FileNotFoundError only if all of them answered that they do not."""
+        """The result of the first keeper that has the key. FileNotFoundError only if no keeper has it."""
         silent: OSError | None = None
         for keeper in self._nearest():
             try:
@@ -424,12 +423,12 @@ class PeerBlobs:
                 log.info("[PEER] snapshot keeper %s: %s", keeper.address, error)
         if silent is not None:
             raise silent
-        raise FileNotFoundError(errno.ENOENT, f"{key} is kept by no snapshot keeper")
+        raise FileNotFoundError(errno.ENOENT, f"no snapshot keeper has {key}")
 
     def _with(self, keeper: KeeperClient, act: Callable[[KeeperClient], T]) -> T:
         if time.monotonic() < keeper.down_until:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, f"{keeper.address} did not answer a moment ago")
-        for attempt in (1, 2):  # a kept connection may be of a keeper that was restarted since
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"{keeper.address} did not respond a moment ago")
+        for attempt in (1, 2):  # a pooled connection breaks if the keeper was restarted
             try:
                 return act(keeper)
             except (ConnectionError, TimeoutError):
@@ -438,5 +437,5 @@ class PeerBlobs:
                     keeper.down_until = time.monotonic() + DOWN_S
                     raise
             except (KeyError, TypeError, ValueError) as error:
-                raise ChannelError(f"{keeper.address} gave no proper answer: {error!r}") from error
+                raise ChannelError(f"invalid response from {keeper.address}: {error!r}") from error
         raise AssertionError("unreachable")

@@ -1,11 +1,11 @@
-"""The job's one YAML file: read, checked as a whole, typed. Every problem is reported at once, with its place, in our words.
+"""Reads and checks the YAML file of a job. All problems are reported at once, with line and column.
 
 config = load_config("job.yaml")          # raises ConfigurationError with every problem in it
 result = validate_config("job.yaml")      # or a dict, or an OmegaConf container; never raises for content
 result.valid, result.errors, result.warnings
 
-Relations between fields are checked too. Values that are themselves wrong are None there (they have their own problem), and
-a relation with a None is not judged: one mistake gives one message.
+Relations between fields are checked, too. An invalid value is None there, and a relation with a None is skipped, so that one
+mistake gives one message.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ __all__ = [
     "validate_elastic_config",
     "validate_s3_access",
 ]
-MAX_PROBLEMS = 100  # that are shown
+MAX_PROBLEMS = 100  # shown
 Get = Callable[[str], Value]  # dotted path -> value, default included; None: absent or invalid
 _CREDENTIALS = "Configure credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or attach an IAM role"
 
 
 def check(source: object) -> ValidationResult:
-    """Checks a YAML file (a path), YAML text (of several lines), a mapping or an OmegaConf container.
+    """Checks a YAML file (a path), YAML text (several lines), a mapping or an OmegaConf container.
 
-    Raises only when a file cannot be read.
+    Raises InputError if a file cannot be read.
     """
     return ConfigCheck(_tree(source)).run()
 
 
 def validate_config(source: object, validate_s3: bool = False) -> ValidationResult:
-    """Every problem of a configuration; with `validate_s3` the bucket is tried too."""
+    """All problems of a configuration; with `validate_s3`, also tests access to the bucket."""
     found = check(source)
     if validate_s3 and found.config is not None and found.config.checkpoint.s3_bucket:
         section = found.config.checkpoint
@@ -77,12 +77,12 @@ def validate_config(source: object, validate_s3: bool = False) -> ValidationResu
 
 
 def validate_elastic_config(source: object) -> ValidationResult:
-    """As `validate_config`, and never touches the network."""
+    """As `validate_config`, without network access."""
     return validate_config(source)
 
 
 def load_config(source: object) -> JobConfig:
-    """The typed JobConfig, or a ConfigurationError that names every problem."""
+    """The typed JobConfig; ConfigurationError with all problems."""
     checked = check(source)
     if checked.config is None:
         name = source if isinstance(source, (str, Path)) else "the configuration"
@@ -118,8 +118,8 @@ def validate_s3_access(
 ) -> ValidationResult:
     """Lists, writes, reads and deletes one small object; an error names the IAM action that was refused.
 
-    `endpoint` is the URL of an S3-compatible server (environment: AWS_ENDPOINT_URL). What cannot be found out for
-    want of a library, credentials or network is a warning.
+    `endpoint` is the URL of an S3-compatible server (default: AWS_ENDPOINT_URL). A missing library, missing credentials
+    or no network give a warning.
     """
     given = {"region": region or "", "endpoint": endpoint or "", "timeout_s": "15", "max_retries": "1"}
     url = bucket if "://" in bucket else f"s3://{bucket}"
@@ -138,7 +138,7 @@ def validate_s3_access(
 
 
 def _s3_problem(error: OSError, bucket: str, action: str) -> tuple[str, bool]:
-    """(sentence, whether it is an error)."""
+    """(message, whether it is an error)."""
     message = reason_of(error)
     if isinstance(error, FileNotFoundError):
         return f"S3 bucket '{bucket}' does not exist. Create it: aws s3 mb s3://{bucket}", True
@@ -151,14 +151,14 @@ def _s3_problem(error: OSError, bucket: str, action: str) -> tuple[str, bool]:
 
 
 class Breach(NamedTuple):
-    """A relation that does not hold; `path` is where to look."""
+    """A relation that does not hold, reported at `path`."""
 
     path: str
     message: str
     warning: bool = False
 
 
-#: (a value that must not exceed another, the other, what is said when it does)
+#: (a value that must not exceed another, the other, message)
 _NOT_ABOVE = (
     ("elastic.min_nodes", "elastic.max_nodes", "min_nodes cannot exceed max_nodes ({a} > {b})"),
     ("scaling.min_lr", "scaling.max_lr", "min_lr ({a}) cannot exceed max_lr ({b})"),
@@ -194,16 +194,14 @@ def find_breaches(get: Get) -> Iterator[Breach]:
 def _nodes(get: Get) -> Iterator[Breach]:
     low = get("elastic.min_nodes")
     if low is not None and low > 1 and get("elastic.rdzv_endpoint") == "":
-        text = (
-            f"no rdzv_endpoint: {low} nodes can only meet if it (host:port) is given when the job is started"
-        )
+        text = f"no rdzv_endpoint: give it (host:port) when starting the job, or {low} nodes cannot find each other"
         yield Breach("elastic.rdzv_endpoint", text, warning=True)
 
 
 def _scaling(get: Get) -> Iterator[Breach]:
     lr, top = get("training.lr"), get("scaling.max_lr")
     if lr is not None and top is not None and lr > top:
-        text = f"max_lr ({top}) is below training.lr ({lr}): the rate would be cut"
+        text = f"max_lr ({top}) is below training.lr ({lr}): the rate would be reduced to it"
         yield Breach("scaling.max_lr", text, warning=True)
     if get("scaling.strategy") != "constant_batch":
         return
@@ -233,7 +231,7 @@ def _checkpoint(get: Get) -> Iterator[Breach]:
         text += "Memory snapshots may be unnecessary."
     else:
         text = f"checkpoint_interval ({disk}) is not a multiple of memory_snapshot_interval ({memory}): "
-        text += "some steps are saved twice at short distance"
+        text += "some saves follow each other closely"
     yield Breach("checkpoint.checkpoint_interval", text, warning=True)
 
 
@@ -243,7 +241,7 @@ def _timeouts(get: Get) -> Iterator[Breach]:
         if a is not None and b is not None and b < 2 * a:
             names = interval.split(".")[1], timeout.split(".")[1]
             text = f"{names[1]} ({b:g} s) must be at least twice {names[0]} ({a:g} s): "
-            yield Breach(timeout, text + "one late heartbeat would be a death")
+            yield Breach(timeout, text + "one late heartbeat would count as a death")
     tick, join = get("lighthouse.quorum_tick_s"), get("lighthouse.join_timeout_s")
     if tick is not None and join is not None and tick >= join:
         text = f"quorum_tick_s ({tick:g}) must be below join_timeout_s ({join:g})"
@@ -252,7 +250,7 @@ def _timeouts(get: Get) -> Iterator[Breach]:
 
 @dataclass
 class ValidationResult:
-    """`valid` is True without errors; warnings do not count against it. `config` is there when it is valid."""
+    """`valid` is True without errors, whatever the warnings; `config` is set if valid."""
 
     valid: bool = True
     errors: list[str] = field(default_factory=list)
@@ -260,8 +258,8 @@ class ValidationResult:
     config: JobConfig | None = None
 
 
-class Wrong(ValueError):
-    """A value that cannot be what its key wants; `inner` leads to the place inside of it."""
+class InvalidValue(ValueError):
+    """A value that its key does not accept; `inner` is the path inside the value."""
 
     def __init__(self, message: str, inner: KeyPath = ()) -> None:
         super().__init__(message)
@@ -270,7 +268,7 @@ class Wrong(ValueError):
 
 @dataclass
 class ConfigCheck:
-    """One run over one tree. `values` collects what is right, with defaults for the rest; None stands for what is not."""
+    """Checks one tree. `values` are the valid values and defaults, with None for invalid values."""
 
     tree: Tree
     errors: list[ConfigProblem] = field(default_factory=list)
@@ -279,7 +277,7 @@ class ConfigCheck:
     written: set[str] = field(default_factory=set)
 
     def run(self) -> ValidationResult:
-        """The configuration, or what is wrong with it in the order of the file."""
+        """The configuration, or its problems in the order of the file."""
         self.errors += self.tree.problems
         if self.tree.values is not None or not self.tree.problems:
             self._top(self.tree.values)
@@ -322,7 +320,7 @@ class ConfigCheck:
         self.values[name] = keys if name == "model" else self._keys(SECTIONS[name], keys, (name,))
 
     def _keys(self, kind: Value, given: Mapping[Value, object], path: KeyPath) -> dict[str, Value]:
-        """The values of a section; what is wrong with them becomes problems."""
+        """The values of a section; adds its problems."""
         known, own = keys_of(kind), {}
         for key, value in given.items():
             if key in known:
@@ -349,12 +347,12 @@ class ConfigCheck:
             return key.default
         try:
             return _converted(name, key, given[name])
-        except Wrong as wrong:
-            self._error((*path, *wrong.inner), str(wrong))
+        except InvalidValue as error:
+            self._error((*path, *error.inner), str(error))
             return None
 
     def _get(self, where: str) -> Value:
-        """A value for relations; with a trailing "?" what was written, however wrong."""
+        """A value for relations; with a trailing "?" the raw value, even if invalid."""
         value: Value = self.tree.values if where.endswith("?") else self.values
         for part in where.rstrip("?").split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -368,14 +366,14 @@ class ConfigCheck:
 
 
 def _shortened(problems: list[ConfigProblem]) -> list[str]:
-    """In the order of the file, and only so many of them."""
+    """At most MAX_PROBLEMS, in the order of the file."""
     ordered = sorted(problems, key=lambda problem: (problem.line or 0, problem.column or 0))
     more = len(problems) - MAX_PROBLEMS
     return [*ordered[:MAX_PROBLEMS], *([ConfigProblem(f"and {more} more")] if more > 0 else [])]
 
 
 def _filled(kind: Value, values: Mapping[str, Value]) -> Value:
-    """A section out of its values."""
+    """Builds a section from its values."""
     inner = {name: _filled(key.kind, values[name]) for name, key in keys_of(kind).items() if key.section}
     return kind(**{**values, **inner})
 
@@ -391,7 +389,7 @@ _SWITCHES = {
     **dict.fromkeys(("true", "yes", "on", "y", "t", "1"), True),
     **dict.fromkeys(("false", "no", "off", "n", "f", "0"), False),
 }
-#: Keys that hold addresses: how these begin, as a pattern and in words. One address is a list of one, as one file is.
+#: Keys that hold addresses: (pattern, description) of how they begin.
 _ADDRESSES = {
     "webhooks": (
         r"(slack:)?https?://|otlp:https?://|tensorboard:.|wandb:.",
@@ -399,64 +397,64 @@ _ADDRESSES = {
     ),
     "incident_store": (r"\w+://", "the kind of the store, as in s3://BUCKET/PREFIX"),
 }
-_ONE_OR_MORE = ("files", "webhooks")
+_ONE_OR_MORE = ("files", "webhooks")  # a single text is accepted as a list of one
 
 
 def _converted(name: str, key: Key, value: object) -> Value:
-    """A value as its key wants it: "4" may be 4, but nothing is guessed. Raises Wrong."""
+    """Converts a value for its key ("4" may become 4); raises InvalidValue."""
     title = key.meaning.title or name
     if value is None:
         if key.default is None:
             return None
-        raise Wrong(f"{title} is empty: give it a value, or leave the line out ('#' starts a comment)")
+        raise InvalidValue(f"{title} is empty: give it a value, or remove the line ('#' starts a comment)")
     if get_origin(key.kind) is dict:
         return _table(name, key, value)
     if get_origin(key.kind) is list:
         items = [value] if isinstance(value, str) and name in _ONE_OR_MORE else value
         if not isinstance(items, (list, tuple)):
-            raise Wrong(f"{title} must be {_WANTED[list]}, not {_shown(value)}")
+            raise InvalidValue(f"{title} must be {_WANTED[list]}, not {_shown(value)}")
         return [_inside(name, title, key, at, item) for at, item in enumerate(items)]
     return _scalar(name, title, key, key.kind, value)
 
 
 def _table(name: str, key: Key, value: object) -> dict[str, Value]:
     if not isinstance(value, Mapping):
-        raise Wrong(_not_a_mapping(f"'{key.meaning.title or name}'", value))
+        raise InvalidValue(_not_a_mapping(f"'{key.meaning.title or name}'", value))
     return {str(at): _inside(name, str(at), key, str(at), item) for at, item in value.items()}
 
 
 def _inside(name: str, title: str, key: Key, at: str | int, value: object) -> Value:
     try:
         return _scalar(name, title, key, get_args(key.kind)[-1], value)
-    except Wrong as wrong:
-        raise Wrong(str(wrong), (at,)) from wrong
+    except InvalidValue as error:
+        raise InvalidValue(str(error), (at,)) from error
 
 
 def _scalar(name: str, title: str, key: Key, kind: Value, value: object) -> Value:
-    """One bool, number or text."""
+    """Converts one bool, number or text."""
     if key.words:
         word = {True: "on", False: "off"}.get(value) if isinstance(value, bool) else value
         if word in key.words:
             return word
         if kind is str or (isinstance(value, str) and _typed(kind, value) is None):
             options = list(key.words)
-            raise Wrong(f"Unknown {title} {value!r}. Valid options: {options}{_near(value, options)}")
+            raise InvalidValue(f"Unknown {title} {value!r}. Valid options: {options}{_near(value, options)}")
     if kind is str and name in _ADDRESSES and isinstance(value, str):
         pattern, words = _ADDRESSES[name]
         if not re.match(pattern, value):
-            raise Wrong(f"{title} must start with {words} (not shown: it may hold a secret)")
+            raise InvalidValue(f"{title} must start with {words} (not shown: it may hold a secret)")
     found = _typed(kind, value)
     if found is None:
-        raise Wrong(f"{title} must be {_WANTED[kind]}, not {_shown(value)}")
+        raise InvalidValue(f"{title} must be {_WANTED[kind]}, not {_shown(value)}")
     if isinstance(found, float) and not math.isfinite(found):
-        raise Wrong(f"{title} ({_shown(value)}) must be a finite number")
+        raise InvalidValue(f"{title} ({_shown(value)}) must be a finite number")
     if kind in (int, float) and (bound := missed(found, key.meaning)):
-        raise Wrong(f"{title} ({value}) must {bound}")
+        raise InvalidValue(f"{title} ({value}) must {bound}")
     return found
 
 
 def _typed(kind: Value, value: Value) -> Value:
-    """The value as this kind; None if it is not one."""
+    """The value converted to this kind; None if that is not possible."""
     if kind is str:
         return value if isinstance(value, str) else None
     if kind is bool and isinstance(value, (int, float, str)):
@@ -470,7 +468,7 @@ def _typed(kind: Value, value: Value) -> Value:
 
 
 def _near(word: object, options: Iterable[str]) -> str:
-    """ " Did you mean 'x'?", or nothing when no option is near."""
+    """ " Did you mean 'x'?", or "" if no option is similar."""
     close = difflib.get_close_matches(str(word), [str(option) for option in options], n=1, cutoff=0.7)
     return f" Did you mean '{close[0]}'?" if close else ""
 

@@ -1,7 +1,7 @@
-"""The sections and keys of a job's file: frozen dataclasses of options, most of them made from the options of the parts.
+"""The schema of a job file: frozen dataclasses of options, most of them derived from the options of the parts.
 
-Each default is written once: here, or in the options class that a section is made from. An option's `title` is the word used
-for it in messages; relations between keys are checked in `__init__.py`, so that one wrong value does not hide them.
+Each default is defined once, here or in the options class of the part. An option's `title` is its name in messages. Relations
+between keys are checked in `__init__.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from allranks.model.debug_options import DebugOptions
 from allranks.model.options import Meaning, default_of, key_of, meanings, option
 from allranks.watch.silence import NoticeOptions
 
-Kind: TypeAlias = Any  # int, str, list[str] … or the class of a section: a type as a value
-Value: TypeAlias = Any  # of a key: what the type of its option says
+Kind: TypeAlias = Any  # a type as a value: int, str, list[str] … or the class of a section
+Value: TypeAlias = Any  # the value of a key
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class GradientClipping:
 
 @dataclass(frozen=True)
 class Training:
-    """Read by your script; keys that allranks does not know are kept, with a warning."""
+    """Read by your script. Unknown keys are kept, with a warning."""
 
-    script: str | None = option(None, "what `allranks run --config` starts when no script is named")
+    script: str | None = option(None, "script that `allranks run --config` starts if none is given")
     args: list[str] = option(list, "arguments of the script")
     lr: float = option(1e-4, "", above=0, title="Learning rate")
     weight_decay: float = option(0.01, "", at_least=0)
@@ -47,7 +47,7 @@ class Training:
     log_interval: int = option(10, "", above=0)
     seed: int = option(0, "")
     gradient_clipping: GradientClipping = option(GradientClipping, "")
-    own: Mapping[str, object] = field(default_factory=dict)  # keys of the user's
+    own: Mapping[str, object] = field(default_factory=dict)  # the user's own keys
 
     def __getattr__(self, name: str) -> Value:
         own = self.__dict__.get("own", {})
@@ -72,7 +72,7 @@ class Data:
 def _of(
     options: type, only: Collection[str] = (), left_out: Collection[str] = (), unset: bool = False
 ) -> Kind:
-    """A section with the options of a class as its keys; `unset`: None where the file is silent."""
+    """A section class with the options of another class as its keys; `unset`: all defaults are None."""
     kinds, found = get_type_hints(options), []
     for one, _ in meanings(options):
         if one.name in left_out or (only and one.name not in only):
@@ -105,25 +105,25 @@ _LIGHTHOUSE: Kind = _of(Options, _OF_LIGHTHOUSE)
 
 @dataclass(frozen=True)
 class Checkpoint(_CHECKPOINT):
-    """`allranks.checkpoint.CheckpointConfig`, which is made from it."""
+    """Options of `allranks.checkpoint.CheckpointConfig`."""
 
-    fresh: bool = option(False, "as `allranks run --fresh`: set earlier checkpoints aside first")
+    fresh: bool = option(False, "as `allranks run --fresh`: set existing checkpoints aside first")
 
 
 @dataclass(frozen=True)
 class Elastic(_ELASTIC):
-    """`allranks.elastic.ElasticTrainingConfig`, and what only the file says."""
+    """Options of `allranks.elastic.ElasticTrainingConfig`, and further keys."""
 
     rdzv_endpoint: str = option("", "host:port; empty: this machine, for one node")
     nproc_per_node: int | str | None = option(
-        None, "None: torchrun's choice", above=0, choices=("auto", "gpu", "cpu")
+        None, "None: torchrun's default", above=0, choices=("auto", "gpu", "cpu")
     )
-    base_world_size: int | None = option(None, "ranks for which training.lr was chosen", above=0)
+    base_world_size: int | None = option(None, "number of ranks for which training.lr was chosen", above=0)
 
 
 @dataclass(frozen=True)
 class Scaling(_SCALING):
-    """`allranks.elastic.ScalingConfig`, and how the batch follows the number of ranks."""
+    """Options of `allranks.elastic.ScalingConfig`, and how the batch size depends on the number of ranks."""
 
     strategy: str = option(
         "variable_batch", "", choices=("variable_batch", "constant_batch"), title="scaling strategy"
@@ -134,14 +134,14 @@ class Scaling(_SCALING):
 
 @dataclass(frozen=True)
 class Triggers(_WHEN):
-    """What makes `allranks watch` collect; `allranks run` collects for those that are set. 0: never."""
+    """When `allranks watch` collects stacks; `allranks run` uses those that are set. 0: never."""
 
 
 @dataclass(frozen=True)
 class Debug(_NOTICE, _DEBUG):
-    """Black box and watch of `allranks run`, and collections of stacks by it or by `allranks watch`."""
+    """Recording and hang detection of `allranks run`, and stack collection of `allranks run` and `allranks watch`."""
 
-    enabled: bool = option(True, "False: no collections")
+    enabled: bool = option(True, "collect stacks")
     triggers: Triggers = option(Triggers, "")
     record: bool = option(True, "keep the black box of every rank")
     watch: bool = option(True, "detect hangs")
@@ -151,7 +151,7 @@ class Debug(_NOTICE, _DEBUG):
 
 @dataclass(frozen=True)
 class Recovery(_RECOVERY):
-    """What the closed loop may do by itself, and how often."""
+    """Automatic recovery."""
 
     mode: str = option(
         "auto",
@@ -160,10 +160,10 @@ class Recovery(_RECOVERY):
         title="recovery mode",
     )
     notice_s: float | None = option(
-        None, "shortest silence that is investigated; None: debug.hang_floor_s", above=0
+        None, "minimum time without progress before an investigation; None: debug.hang_floor_s", above=0
     )
     webhooks: list[str] = option(list, "", title="webhook")
-    incident_store: str | None = option(None, "URL of an object store; incident folders are copied there")
+    incident_store: str | None = option(None, "URL of an object store to which incident folders are copied")
 
 
 @dataclass(frozen=True)
@@ -171,13 +171,13 @@ class LighthouseSection(_LIGHTHOUSE):
     """The lighthouse that `allranks run` starts or joins."""
 
     embedded: bool = option(True, "start one in this process")
-    address: str | None = option(None, "host:port of one that runs already")
-    bind: str = option("127.0.0.1:0", "where the embedded one listens; port 0: any free one")
+    address: str | None = option(None, "host:port of a running lighthouse")
+    bind: str = option("127.0.0.1:0", "listen address of the embedded lighthouse; port 0: any free port")
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """A whole job. `model` is free-form; `written` are the keys that the file has, as "section.key"."""
+    """A job file. `model` is free-form; `written` are the keys present in the file, as "section.key"."""
 
     model: dict[str, object] = field(default_factory=dict)
     training: Training = field(default_factory=Training)
@@ -191,7 +191,7 @@ class JobConfig:
     written: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Value]:
-        """The whole file, defaults filled in."""
+        """The whole configuration, with defaults."""
         return {name: _as_dict(value) for name, value in vars(self).items() if name != "written"}
 
 
@@ -210,8 +210,8 @@ SECTIONS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section. `kind` is int, float, bool, str, a list or dict of them, or a section class; `words` are
-    the texts that it may be (beside a number, where `kind` is int)."""
+    """One key of a section. `kind` is int, float, bool, str, a list or dict of them, or a section class; `words` are the
+    allowed texts (in addition to numbers if `kind` is int)."""
 
     kind: Any
     words: tuple[str, ...]
@@ -234,7 +234,7 @@ def keys_of(section: type) -> dict[str, Key]:
 
 
 def _kind(hint: Any, meaning: Meaning) -> tuple[Kind, tuple[str, ...]]:
-    """What a YAML file can say where a program may give more."""
+    """(kind, words) of a type hint: YAML supports fewer types than Python."""
     union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [kind for kind in union if kind is not NoneType]
     words = meaning.choices or tuple(get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ())
@@ -248,13 +248,13 @@ def _kind(hint: Any, meaning: Meaning) -> tuple[Kind, tuple[str, ...]]:
     return kinds[0], ()
 
 
-#: Other spellings of keys, of elastic_harness's own files.
+#: Names of keys in files of elastic_harness.
 ALIASES = {("scaling", "rule"): "scaling_rule", ("data", "index_path"): "index"}
 
-#: Sections of other tools: accepted and not read, with a word on what to use.
+#: Sections of other tools, which are accepted and ignored.
 FOREIGN = {"chaos": "use a fault plan with `allranks drill --plan FILE`"} | dict.fromkeys(
     ("name", "resources", "slurm", "frontend", "backend", "benchmark", "health_check", "output", "profiling"),
-    "it belongs to a serving recipe, of which only `debug` is used here",
+    "it belongs to a serving recipe, of which only `debug` is used",
 )
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 

@@ -1,4 +1,4 @@
-"""Resumable training data: which samples a step has is a pure function of seed, step and world history.
+"""Resumable training data: the samples of a step are a pure function of seed, step and world history.
 
 dataset = ResumableDataset(TokenIndexFile("train.index"), seq_length=1024, seed=1)
 loader = ElasticDataLoader(dataset, batch_size=8, num_workers=2)
@@ -6,9 +6,8 @@ for batch in loader: ...
 state = loader.state_dict()               # exact, prefetched batches not counted
 loader.on_topology_change(world_size=3, rank=0)
 
-The loader runs in a rank. The main process decides which samples come next (that is arithmetic); worker processes only
-fetch them. So the state is what was given out, never what was prefetched, and a change of the world just forgets the
-prefetched batches.
+The loader runs in a rank. The main process computes which samples come next; worker processes only fetch them. So the state
+counts the batches that were returned and not those that were prefetched, and a topology change drops the prefetched ones.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Upcoming:
-    """What torch's loader asks for the next ids, afresh for each iteration."""
+    """The sampler for torch's DataLoader."""
 
     loader: ElasticDataLoader
 
@@ -56,24 +55,24 @@ class _Upcoming:
 
 @dataclass(frozen=True)
 class _Fetcher:
-    """The part of the dataset that a worker needs."""
+    """The dataset for torch's DataLoader."""
 
     dataset: ResumableDataset
 
     def __getitem__(self, ids: Ids) -> tuple[Ids, Batch]:
-        """A micro-batch without samples, of weight 0, holds one that counts nowhere: its loss is a number."""
+        """Fetches a micro-batch. An empty one has weight 0 and contains sample 0, so that its loss is a number."""
         return ids, self.dataset.fetch(ids if len(ids) else np.zeros(1, dtype=np.int64))
 
 
-def _as_it_is(item: T) -> T:
+def _identity(item: T) -> T:
     return item
 
 
 class ElasticDataLoader:
-    """Yields this rank's micro-batches: `plan.micro[rank]` of them per step, `batch_size` each without a plan.
+    """Yields this rank's micro-batches: of the sizes `plan.micro[rank]` per step, or `batch_size` without a plan.
 
-    `weight` belongs to the batch given out last: multiply its mean loss with it for the exact mean over the
-    global batch. A state taken inside a step resumes at the beginning of that step (its gradients are gone).
+    Multiply the mean loss of the last batch by `weight` to get the exact mean over the global batch. A state taken inside
+    a step resumes at the beginning of that step, because its gradients are not saved.
     """
 
     def __init__(
@@ -95,11 +94,10 @@ class ElasticDataLoader:
         self.pin_memory = pin_memory
         self.last_samples: Ids = np.empty(0, dtype=np.int64)
         self.weight = 0.0
-        self.waited_s = 0.0  # in which training waited for data, since the start
-        # torch's; its workers live on through changes of the world and drop stale batches
-        self._loader: Any = None
-        self._generation = 0  # a running iteration starts over when it changes
-        self._micro = 0  # micro-batches of the current step given out
+        self.waited_s = 0.0  # total time that training waited for data
+        self._loader: Any = None  # torch's DataLoader, whose workers survive topology changes
+        self._generation = 0  # a running iteration restarts when it changes
+        self._micro = 0  # micro-batches returned in the current step
         rank, world = world_of(rank, world_size if plan is None else plan.world_size)
         self._take_plan(plan or batch_plan(batch_size * world, world, batch_size), rank)
 
@@ -109,18 +107,18 @@ class ElasticDataLoader:
 
     @property
     def step(self) -> int:
-        """The optimizer step that the next batch belongs to, counted from 0."""
+        """The optimizer step of the next batch, counted from 0."""
         return self.dataset.step
 
     @property
     def step_done(self) -> bool:
-        """Whether the batch given out last was the last of its step: the optimizer is due."""
+        """Whether the last batch completed its step, so that the optimizer step is due."""
         return self._micro == 0
 
     def on_topology_change(
         self, world_size: int, rank: int, plan: BatchPlan | None = None, *, step: int | None = None
     ) -> None:
-        """From the current step (or from `step`, after a rollback) on, the new world shares the data."""
+        """Distributes the data over the new world from the current step on, or from `step` after a rollback."""
         if step is not None:
             self.dataset.seek(step)
         self._take_plan(plan or batch_plan(self.batch_size * world_size, world_size, self.batch_size), rank)
@@ -131,23 +129,23 @@ class ElasticDataLoader:
         self._restart()
 
     def state_dict(self) -> StateDict:
-        """Exact: batches that were prefetched but not given out do not count."""
+        """The exact position: prefetched batches do not count."""
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continues at the state's step, in the world of this loader."""
+        """Continues at the step of the state, in the world of this loader."""
         self.dataset.load_state_dict(state)
         self._restart()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Continues where the state is; ends with the last epoch, never if the order is endless."""
+        """Continues from the current state; ends after the last epoch, if there is one."""
         self._restart()
         generation = -1
         while generation != self._generation:
             generation = self._generation
             fetched = self._fetched()
             while (item := self._awaited(fetched)) is not None:
-                self._given(item[0])
+                self._count(item[0])
                 yield item[1]
                 if self._generation != generation:
                     break
@@ -157,25 +155,25 @@ class ElasticDataLoader:
         try:
             return next(fetched, None)
         except (RuntimeError, OSError, EOFError) as error:
-            gone = self._gone(error)
-            if not gone:
+            dead = self._dead_workers(error)
+            if not dead:
                 raise
             self.close()
             raise DataLoadingError(
-                f"DataLoader worker (pid {gone}) died. The position is kept: iterating again starts new workers.",
-                hint="a worker killed by signal 9 was often too big: see `dmesg`, use fewer num_workers; "
+                f"DataLoader worker (pid {dead}) died. The position is kept: iterating again starts new workers.",
+                hint="killed by signal 9: often out of memory, see `dmesg` and reduce num_workers; "
                 "killed by a bus error: give the container more shared memory",
             ) from error
         finally:
             self.waited_s += time.perf_counter() - start
 
-    def _gone(self, error: Exception) -> str:
-        """The pids of dead workers, "" when the error has another cause (one raised inside a worker, say)."""
+    def _dead_workers(self, error: Exception) -> str:
+        """The pids of dead workers; "" if the error has another cause, such as an exception in a worker."""
         from allranks.torch_private import loader_workers
 
         workers = [] if str(error).startswith("Caught ") else loader_workers(self._loader)
         for worker in workers:
-            worker.join(timeout=0.5)  # a pipe can break a moment before its process is reaped
+            worker.join(timeout=0.5)  # a pipe may break before its process is reaped
         return ", ".join(str(worker.pid) for worker in workers if not worker.is_alive())
 
     def close(self) -> None:
@@ -192,8 +190,8 @@ class ElasticDataLoader:
         self._generation += 1
         self._micro = 0
 
-    def _given(self, ids: Ids) -> None:
-        """Counts a batch as given out, just before it is."""
+    def _count(self, ids: Ids) -> None:
+        """Counts a batch, just before it is returned."""
         dataset = self.dataset
         total = sum(dataset.shares(dataset.step))
         self.last_samples = ids
@@ -204,14 +202,14 @@ class ElasticDataLoader:
             dataset.step += 1
 
     def _sizes(self, step: int) -> tuple[int, ...]:
-        """This rank's micro-batch sizes in a step; where a finite order ends others than planned, as many on all ranks."""
+        """This rank's micro-batch sizes in a step. At the end of a finite order they differ from the plan."""
         shares = self.dataset.shares(step)
         if shares == self.plan.shares:
             return self.plan.micro[self.rank]
         return even(shares[self.rank], -(-max(shares) // max(map(max, self.plan.micro))))
 
     def _upcoming(self) -> Iterator[Ids]:
-        """The ids of one micro-batch after the other, from the current step on."""
+        """The sample ids of each micro-batch, from the current step on."""
         dataset, step = self.dataset, self.dataset.step
         while not dataset.ends_before(step):
             ids = dataset.samples(step, self.rank)
@@ -235,16 +233,16 @@ class ElasticDataLoader:
                 num_workers=self.num_workers,
                 prefetch_factor=self.prefetch_factor,
                 persistent_workers=True,
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 pin_memory=self.pin_memory,
-                generator=self._numbers(),
+                generator=self._generator(),
             )
         with _own_child_signal():
             fetched = iter(self._loader)
         yield from fetched
 
-    def _numbers(self) -> torch.Generator:
-        """Of the workers. DataLoader would draw them from the training's: a restored one would have other dropout masks."""
+    def _generator(self) -> torch.Generator:
+        """The generator for worker seeds. The default one is the training's, and drawing from it would change dropout."""
         import torch
 
         seed = mix(self.dataset.seed, self.dataset.step, self.rank)
@@ -253,10 +251,7 @@ class ElasticDataLoader:
 
 @contextmanager
 def _own_child_signal() -> Iterator[None]:
-    """Keeps torch from raising a worker's death out of a signal handler, in the middle of whatever runs then.
-
-    Without its handler the same error comes out of the next batch, within seconds.
-    """
+    """Keeps the SIGCHLD handler: torch's would raise a worker's death anywhere. The next batch raises it in any case."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

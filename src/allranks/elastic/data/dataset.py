@@ -1,4 +1,4 @@
-"""Where samples come from: sequences of a token index, or the items of any dataset. Runs in ranks and loaders."""
+"""Sources of samples: sequences of a token index, or the items of any dataset. Runs in ranks and DataLoader workers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from allranks.elastic.index.file import TokenIndexFile
 from allranks.elastic.world import world_of
 from allranks.errors import DataLoadingError
 
-#: Tensors by name, or what torch collates the items of a user's dataset to.
+#: Tensors by name, or the collated items of a user's dataset.
 Batch: TypeAlias = dict[str, Any]
 
 
 class Items(Protocol):
-    """A dataset of the user's, as torch knows them."""
+    """A map-style dataset of the user."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int, /) -> Any: ...
@@ -28,7 +28,7 @@ class Items(Protocol):
 
 @dataclass(frozen=True)
 class TokenSamples:
-    """An index cut into sequences; a sample has one token more than `seq_length`, for the targets."""
+    """A token index split into sequences; a sample has `seq_length` + 1 tokens, because labels are shifted by one."""
 
     index: TokenIndexFile
     seq_length: int
@@ -45,7 +45,7 @@ class TokenSamples:
         return str(self.index.path)
 
     def read(self, ids: Ids, out: Ids) -> None:
-        """Copies samples into the rows of `out`."""
+        """Copies the samples into the rows of `out`."""
         tokens, length = self.index.tokens, self.seq_length
         for row, start in enumerate((ids * length).tolist()):
             out[row] = tokens[start : start + length + 1]
@@ -53,7 +53,7 @@ class TokenSamples:
 
 @dataclass(frozen=True)
 class ItemSamples:
-    """Any dataset with `len` and `[]`: the order and the state are ours, the items are the user's."""
+    """Any dataset with `len` and `[]`."""
 
     items: Items
 
@@ -72,7 +72,7 @@ class ItemSamples:
 def as_samples(
     one: str | Path | TokenIndexFile | Items, seq_length: int, data_files: Sequence[str] | None = None
 ) -> TokenSamples | ItemSamples:
-    """From an index (or its path; for a missing one the error names the data), or from anything with `len` and `[]`."""
+    """Wraps an index, the path of one, or a dataset with `len` and `[]`."""
     if isinstance(one, (str, Path)) and data_files and not Path(one).exists():
         files = " ".join(map(str, data_files))
         hint = f"build it first: allranks index build {files} -o {one} --tokenizer tokenizer.json"
@@ -85,7 +85,8 @@ def as_samples(
     source = TokenSamples(opened, seq_length)
     if not len(source):
         raise DataLoadingError(
-            f"the index has {opened.total_tokens} tokens, a sample needs {seq_length + 1}", str(opened.path)
+            f"the index has {opened.total_tokens} tokens, but a sample needs {seq_length + 1}",
+            str(opened.path),
         )
     return source
 
@@ -95,7 +96,7 @@ STATE_VERSION = 1
 
 @dataclass
 class DatasetState:
-    """The position in the terms of the known harness; ours is the `state_dict` of dataset or loader."""
+    """The position as elastic_harness stores it; allranks uses the `state_dict` of dataset or loader."""
 
     total_tokens_processed: int = 0
     current_file_index: int = 0
@@ -114,12 +115,11 @@ class DatasetState:
 
 @dataclass
 class ResumableDataset:
-    """Samples of one or several indexes (then with weights), and the place of this job in them.
+    """Samples of one or several token indexes (with weights), and the position of this job in them.
 
-    Instead of an index, any dataset with `len` and `[]` will do; its items are collated as torch does.
-
-    `epochs` None: endless. `data_files` are what the index was built from (for messages); `tokenizer` is accepted
-    because people pass it: the index holds the tokens. `step` counts optimizer steps; `history` says which world took which.
+    Any dataset with `len` and `[]` works as well; its items are collated by torch. `epochs` None: infinite. `data_files`
+    appear in messages only; `tokenizer` is accepted and ignored. `step` counts optimizer steps; `history` holds the shares
+    of each world.
     """
 
     index_file: Any  # an index, its path, any dataset, or a list of them
@@ -180,7 +180,7 @@ class ResumableDataset:
 
     @property
     def total_positions(self) -> int | None:
-        """Where the order ends; None: never."""
+        """Number of positions in the order; None: infinite."""
         return None if self.epochs is None else self.epochs * len(self)
 
     @property
@@ -198,19 +198,19 @@ class ResumableDataset:
         return self.ends_before(self.step)
 
     def ends_before(self, step: int) -> bool:
-        """Whether a finite order has nothing left for a step."""
+        """Whether a finite order has no samples left for a step."""
         if self.total_positions is None:
             return False
         left = self.total_positions - self.history.position(step)
         if left <= 0 or step == 0:
             return left <= 0
-        return left < len(self.history.at(step - 1).shares)  # so few were taken along by the step before
+        return left < len(self.history.at(step - 1).shares)  # the previous step took such a small remainder
 
     def shares(self, step: int) -> tuple[int, ...]:
         """Samples of each rank in a step.
 
-        The last step of a finite order takes what is left, dealt evenly; a rest that could not feed every rank
-        goes to the step before. (A rank gets none only if the world has just grown beyond the rest.)
+        The last step of a finite order distributes the remainder evenly; a remainder with less than one sample per rank is
+        added to the previous step. (A rank gets no sample only if the world has just grown beyond the remainder.)
         """
         segment = self.history.at(step)
         if self.total_positions is None:
@@ -223,7 +223,7 @@ class ResumableDataset:
         return even(left, world)
 
     def samples(self, step: int, rank: int | None = None) -> Ids:
-        """The ids of one rank (None: of all ranks, in their order) in a step: pure in seed, step, history."""
+        """The sample ids of one rank (None: of all ranks, in order) in a step."""
         shares = self.shares(step)
         start = self.history.position(step)
         if rank is None:
@@ -252,7 +252,7 @@ class ResumableDataset:
         return {"input_ids": tensor[:, :-1], "labels": tensor[:, 1:]}
 
     def __iter__(self) -> Iterator[Batch]:
-        """This rank's samples from the current step on; the step is counted when its last one is given out."""
+        """This rank's samples from the current step on; `step` advances with the last sample of a step."""
         while not self.finished:
             mine = self.samples(self.step, self.rank).tolist()
             if not mine:
@@ -264,18 +264,18 @@ class ResumableDataset:
                 yield sample
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the first step that begins in an epoch (or at its start, when steps divide the epoch)."""
+        """Moves to the first step that begins in an epoch."""
         segment = self.history.at(self.step)
         missing = epoch * len(self) - segment.position
         self.step = segment.first_step + max(0, -(-missing // segment.per_step))
 
     def change_world(self, shares: Sequence[int], rank: int) -> None:
-        """From the current step on, the ranks of a new world share the order."""
+        """Distributes the order over the ranks of a new world from the current step on."""
         self.history = self.history.change(self.step, shares)
         self.rank = rank
 
     def seek(self, step: int) -> None:
-        """Goes to a step; one before a change of the world is taken by the present world."""
+        """Moves to a step; an earlier step is taken by the current world."""
         shares = self.history.at(self.step).shares
         back = step < self.step
         self.step = step
@@ -283,7 +283,7 @@ class ResumableDataset:
             self.history = self.history.change(step, shares)
 
     def state_dict(self) -> StateDict:
-        """Plain values; enough to continue in any world."""
+        """Plain values, sufficient to continue in any world."""
         position = self.position
         return {
             "version": STATE_VERSION,
@@ -302,10 +302,9 @@ class ResumableDataset:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continues where the state was taken. Seed and shuffle come from the state: they name the order.
+        """Continues from a state, with its seed and shuffle, in the world of this process.
 
-        The world of this process takes over from the state's step on. A state with only the known harness's
-        keys (`total_tokens_processed`, `epoch`) gives the position.
+        A state of elastic_harness (`total_tokens_processed`, `epoch`) gives the position only.
         """
         shares = self.history.at(self.step).shares
         if "history" not in state:
@@ -323,7 +322,7 @@ class ResumableDataset:
         self.history = WorldHistory.from_list(list(state["history"])).change(self.step, shares)
         if self.position != int(state["position"]):
             raise DataLoadingError(
-                f"the state contradicts itself: position {state['position']}, its history leads to {self.position}"
+                f"the data state is inconsistent: position {state['position']}, but its history gives {self.position}"
             )
 
     def _check(self, state: StateDict) -> None:
@@ -333,7 +332,7 @@ class ResumableDataset:
         for key, what in (("fingerprint", "other data"), ("seq_length", "another sequence length")):
             if state[key] != ours[key]:
                 raise DataLoadingError(
-                    f"the state is of {what} ({state[key]}, here {ours[key]}): samples would be lost or repeated",
+                    f"the state belongs to {what} ({state[key]}, here {ours[key]}): samples would be lost or repeated",
                     self.sources[0].name,
-                    hint="give the same index and seq_length as before, or start the data anew without this state",
+                    hint="use the same index and seq_length as before, or restart the data without this state",
                 )

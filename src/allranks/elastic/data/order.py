@@ -1,11 +1,11 @@
-"""The endless global order of samples, and which positions of it each step has. Pure, random access, constant memory.
+"""The infinite global order of samples, and the positions in it that each step takes. Pure, random access, constant memory.
 
-A shuffle of n samples is a Feistel network on the next power of two with cycle walking: a bijection that is
-computed where it is needed instead of stored. Each epoch has its own. A mixture deals positions to its sources
-in blocks with fixed counts, so the weights hold in every block and any position is found without history.
+A shuffle of n samples is a Feistel network on the next power of two with cycle walking: a bijection that is computed instead
+of stored, with its own key per epoch. A mixture assigns positions to its sources in blocks with fixed counts, so the weights
+hold in every block and any position can be computed directly.
 
-One cursor runs through the order; a step takes the next `sum(shares)` positions and deals them to the ranks in order.
-Whichever ranks there are (`WorldHistory`), the cursor only moves forward: nothing is lost, nothing is seen twice.
+A step takes the next `sum(shares)` positions and assigns them to the ranks in order. The cursor only moves forward, whatever
+the world size (`WorldHistory`), so no sample is lost or repeated.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Ids = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 _ROUNDS = 6
 _PIECE = 1024  # positions of an order computed at a time
-_BLOCK = 8192  # positions over which a mixture meets its weights
-_KEPT = 4  # pieces or blocks remembered
+_BLOCK = 8192  # positions in which a mixture has its exact weights
+_KEPT = 4  # pieces or blocks cached
 _MASK = (1 << 64) - 1
 
 
 def permuted(size: int, keys: list[int], which: Ids, positions: Ids) -> Ids:
-    """Where each position goes, under the bijection of range(size) that its key `keys[which]` names."""
+    """Permutes each position in range(size) with its key `keys[which]`."""
     if size <= 1:
         return np.zeros(len(positions), dtype=np.int64)
     secrets = np.array([[mix(key, i) for key in keys] for i in range(_ROUNDS)], dtype=np.uint64)
     chosen = secrets[:, which]
     found = _rounds(size, chosen, positions.astype(np.uint64))
     outside = np.nonzero(found >= size)[0]
-    while len(outside):  # fewer than half of the domain is outside: a walk takes 2 steps on average
+    while len(outside):  # less than half of the domain is outside: 2 steps on average
         walked = _rounds(size, chosen[:, outside], found[outside])
         found[outside] = walked
         outside = outside[walked >= size]
@@ -63,7 +63,7 @@ def _rounds(size: int, secrets: Words, values: Words) -> Words:
 
 
 def _scramble(values: Words) -> Words:
-    """A 64-bit mixing function, on whole arrays (arithmetic wraps)."""
+    """A 64-bit mixing function on arrays."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0xD6E8FEB86659FD93)
@@ -71,7 +71,7 @@ def _scramble(values: Words) -> Words:
 
 
 def mix(*numbers: int) -> int:
-    """A 64-bit key from numbers, the same on every machine and for ever."""
+    """A 64-bit key from numbers, identical on every machine and in every version."""
     state = 0x243F6A8885A308D3
     for number in numbers:
         state = ((state ^ (number & _MASK)) * 0x9E3779B97F4A7C15) & _MASK
@@ -82,7 +82,7 @@ def mix(*numbers: int) -> int:
 
 @dataclass(frozen=True)
 class Order:
-    """One source: position p is sample `shuffle(p mod n)` of epoch `p div n`."""
+    """One source: position p is sample `shuffle(p % n)` of epoch `p // n`."""
 
     size: int
     seed: int = 0
@@ -90,7 +90,7 @@ class Order:
     _kept: OrderedDict[int, Ids] = field(default_factory=OrderedDict, repr=False, compare=False)
 
     def epoch(self, position: int) -> int:
-        """How often all samples have been seen before this position."""
+        """Number of full passes over the samples before this position."""
         return position // self.size
 
     def ids(self, start: int, count: int) -> Ids:
@@ -99,7 +99,7 @@ class Order:
         )
 
     def at(self, positions: Ids) -> Ids:
-        """The samples at any positions; consecutive ones belong to few epochs."""
+        """The samples at these positions."""
         inside = positions % self.size
         if not self.shuffle or not len(positions):
             return inside
@@ -111,10 +111,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several sources by weight; sample ids count through the sources one after the other.
+    """Several sources by weight; sample ids number the sources one after the other.
 
-    Every block of 8192 positions holds each source exactly `counts[i]` times: weights are met to 1/8192.
-    A source that is exhausted starts its next epoch, with its own shuffle.
+    Every block of 8192 positions contains source i exactly `counts[i]` times. A source that is exhausted starts its next
+    epoch, with its own shuffle.
     """
 
     sizes: tuple[int, ...]
@@ -137,11 +137,11 @@ class Mixture:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How often each source occurs in a block."""
+        """Positions of each source in a block."""
         return _shares(self.weights, _BLOCK)
 
     def epoch(self, position: int) -> int:
-        """Full passes over the source that is passed over most often."""
+        """Full passes over the source with the most passes."""
         return max(self.passes(position))
 
     def passes(self, position: int) -> list[int]:
@@ -156,7 +156,7 @@ class Mixture:
         return _from_blocks(self._kept, _BLOCK, self._block, start, count)
 
     def _turns(self, block: int) -> Ids:
-        """Whose turn each position of a block is."""
+        """The source of each position in a block."""
         dealt = np.repeat(np.arange(len(self.counts), dtype=np.int64), self.counts)
         zeros = np.zeros(_BLOCK, dtype=np.int64)
         return dealt[permuted(_BLOCK, [mix(self.seed, -1, block)], zeros, np.arange(_BLOCK, dtype=np.int64))]
@@ -176,7 +176,7 @@ class Mixture:
 def _from_blocks(
     kept: OrderedDict[int, Ids], size: int, make: Callable[[int], Ids], start: int, count: int
 ) -> Ids:
-    """Positions [start, start + count) out of blocks, the last few of which are remembered."""
+    """Positions [start, start + count) from blocks, the last few of which are cached."""
     parts = [np.empty(0, dtype=np.int64)]
     while count > 0:
         number, inside = divmod(start, size)
@@ -191,7 +191,7 @@ def _from_blocks(
 
 
 def _shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
-    """`total` dealt by weight, largest remainders first, nobody left without."""
+    """Splits `total` by weight with the largest-remainder method; every share is at least 1."""
     whole = sum(weights)
     exact = [weight / whole * total for weight in weights]
     shares = [max(1, int(share)) for share in exact]
@@ -205,7 +205,7 @@ def _shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """From `first_step` on, rank r takes `shares[r]` samples per step; `position` is the cursor at that step."""
+    """From `first_step` on, rank r takes `shares[r]` samples per step; `position` is the cursor at `first_step`."""
 
     first_step: int
     shares: tuple[int, ...]
@@ -218,7 +218,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class WorldHistory:
-    """Segments by first step; the first begins at step 0."""
+    """Segments ordered by first step; the first begins at step 0."""
 
     segments: tuple[Segment, ...] = ()
 
@@ -228,14 +228,14 @@ class WorldHistory:
         return self.segments[max(0, found - 1)]
 
     def position(self, step: int) -> int:
-        """The cursor before a step: how many samples all steps before it have taken."""
+        """The cursor before a step: samples taken by all earlier steps."""
         if not self.segments:
             return 0
         segment = self.at(step)
         return segment.position + (step - segment.first_step) * segment.per_step
 
     def change(self, step: int, shares: Sequence[int]) -> WorldHistory:
-        """The history in which these shares hold from `step` on; what was planned after it is forgotten."""
+        """A new history with these shares from `step` on; later segments are dropped."""
         new = tuple(shares)
         before = tuple(segment for segment in self.segments if segment.first_step < step)
         if before and before[-1].shares == new:
@@ -244,7 +244,7 @@ class WorldHistory:
         return WorldHistory((*before, Segment(step, new, position)))
 
     def to_list(self) -> list[Any]:
-        """Plain lists; equal neighbours in shares are counted, not repeated."""
+        """Plain lists, with run-length encoded shares."""
         return [
             [segment.first_step, [[share, len(list(same))] for share, same in groupby(segment.shares)]]
             for segment in self.segments

@@ -1,4 +1,4 @@
-"""The token index: text in, a memory-mapped store of tokens out. No torch.
+"""Builds token indexes: memory-mapped files of tokens. No torch.
 
 allranks index build data/*.jsonl -o train.index --tokenizer tokenizer.json
 index = TokenIndexFile("train.index")
@@ -28,8 +28,7 @@ from allranks.model.files import replacing
 
 __all__ = ["BuildProgress", "BuildRequest", "IndexHeader", "TokenIndexFile", "build_index"]
 
-#: Documents that are tokenized together: at most so many, and of so many characters.
-_BATCH, _BATCH_CHARACTERS = 256, 1 << 20
+_BATCH, _BATCH_CHARACTERS = 256, 1 << 20  # limits for documents that are tokenized together
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """How far a build is; `bytes_done` of `bytes_total` input bytes."""
+    """Progress of a build, in input bytes."""
 
     bytes_done: int
     bytes_total: int
@@ -60,7 +59,7 @@ class BuildProgress:
 
 @dataclass(frozen=True)
 class BuildResult:
-    """`fresh` is False when the index was there already, built from the same input."""
+    """`fresh` is False if an index of the same input already existed."""
 
     path: str
     header: IndexHeader
@@ -74,7 +73,7 @@ def build_index(
     *,
     tokenizer: HasEncode | None = None,
 ) -> BuildResult:
-    """Builds, or finds that nothing is to be done. `tokenizer` is an object with `encode`."""
+    """Builds an index unless one of the same input exists. `tokenizer` is an object with `encode`."""
     sources = [read_source(path) for path in request.files]
     if not sources:
         raise InputError("no input files")
@@ -92,7 +91,7 @@ def build_index(
     }
     output = Path(request.output)
     if output.exists() and not request.force:
-        return _there_already(output, facts, sum(source.size for source in sources))
+        return _existing_index(output, facts, sum(source.size for source in sources))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with replacing(output) as draft:
@@ -128,7 +127,9 @@ def _write(
                 progress(reached(before + batch[-1].bytes_done))
             before += source.size
             if read_source(source.path) != source:
-                raise DataLoadingError("the file changed while it was read: build again", source.path)
+                raise DataLoadingError(
+                    "the file changed while it was read: build the index again", source.path
+                )
         progress(reached(total))
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         made = {**facts, "allranks": allranks.__version__, "created": now}
@@ -148,23 +149,23 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _there_already(output: Path, facts: dict[str, object], size: int) -> BuildResult:
+def _existing_index(output: Path, facts: dict[str, object], size: int) -> BuildResult:
     try:
         with TokenIndexFile(output) as index:
             same, header = {key: index.meta.get(key) for key in facts} == facts, index.header
     except AllranksError as error:
         raise InputError(
-            f"{output} exists and is not a usable index ({error}); overwrite it with --force"
+            f"{output} exists, but is not a usable index ({error}); overwrite it with --force"
         ) from error
     if not same:
-        raise InputError(f"{output} exists and was built from something else; overwrite it with --force")
+        raise InputError(f"{output} exists, but was built from other input; overwrite it with --force")
     done = BuildProgress(size, size, header.total_tokens, header.num_documents, 0, 0.0)
     return BuildResult(str(output), header, done, fresh=False)
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """One input file; its name gives its kind."""
+    """One input file; its suffix determines its kind."""
 
     path: str
     kind: str  # "jsonl" | "text" | "parquet"
@@ -174,11 +175,11 @@ class InputFile:
 
 
 class Document(NamedTuple):
-    """`text` None: a record that could not be used. `place`: its byte in the plain text, or its row."""
+    """`text` None: an invalid record. `place`: the offset in the uncompressed text, or the row."""
 
     text: str | None
     place: int
-    bytes_done: int  # of the file as it lies on the disk
+    bytes_done: int  # of the file on disk
 
 
 _KINDS = dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl") | dict.fromkeys((".txt", ".text"), "text")
@@ -187,22 +188,20 @@ _PACKINGS = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
 
 
 def read_source(path: str) -> InputFile:
-    """What is known of a file."""
+    """Kind, size and modification time of an input file."""
     where = Path(path)
     try:
         stat = where.stat()
     except OSError as error:
         raise DataLoadingError(error.strerror or str(error), path) from error
     if where.is_dir():
-        raise DataLoadingError("is a folder: name its files, for example with a pattern", path)
+        raise DataLoadingError("this is a folder: name its files, for example with a pattern", path)
     *before, last = ["", *(suffix.lower() for suffix in where.suffixes)]
     packing = _PACKINGS.get(last, "")
     kind = _KINDS.get(before[-1] if packing and before else last)
     if kind is None or (kind == "parquet" and packing):
         known = ", ".join(sorted(_KINDS))
-        raise InputError(
-            f"{path}: unknown kind of file; known are {known}, and .gz or .zst of the text kinds"
-        )
+        raise InputError(f"{path}: unknown file type; supported are {known}, and text types with .gz or .zst")
     return InputFile(path, kind, packing, stat.st_size, stat.st_mtime_ns)
 
 
@@ -211,7 +210,7 @@ def read_documents(source: InputFile, text_key: str, skip_bad: bool) -> Iterator
     if source.kind == "parquet":
         yield from _rows(source, text_key)
         return
-    # of a record only the wanted field is decoded: the others are skipped, not built
+    # decodes the wanted field of a record only
     record = msgspec.defstruct("Record", [("text", str)], rename={"text": text_key})
     decode = msgspec.json.Decoder(record).decode
     place = 0
@@ -275,8 +274,8 @@ def _rows(source: InputFile, text_key: str) -> Iterator[Document]:
 
 
 def _bad_record(path: str, line: bytes, text_key: str, place: int, error: Exception) -> DataLoadingError:
-    """Why a record cannot be used."""
-    hint = "one JSON object per line is expected: fix the record, or leave such records out with --skip-bad"
+    """The error for an invalid record."""
+    hint = "one JSON object per line is expected: fix the record, or skip invalid records with --skip-bad"
     what = f"the line at byte {place} is not {'UTF-8 text' if isinstance(error, UnicodeDecodeError) else 'valid JSON'}: {error}"
     if isinstance(error, msgspec.ValidationError):
         try:
@@ -297,9 +296,9 @@ def _wrong_key(path: str, text_key: str, keys: list[str]) -> DataLoadingError:
     usual = ("text", "content", "body", "document", "raw_content", *keys, "KEY")
     choice = next(key for key in usual if key in keys or key == "KEY")
     return DataLoadingError(
-        f"KeyError: '{text_key}'; the keys seen are {keys}",
+        f"KeyError: '{text_key}'; the record has the keys {keys}",
         path,
-        hint=f'name the one that holds the text: --text-key {choice} (in a job file: data.text_key: "{choice}")',
+        hint=f'name the key that holds the text: --text-key {choice} (in a job file: data.text_key: "{choice}")',
     )
 
 
@@ -308,19 +307,19 @@ _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>",
 
 
 class HasEncode(Protocol):
-    """Any tokenizer that gives ids, or something with `.ids`."""
+    """A tokenizer whose `encode` returns ids, or an object with `.ids`."""
 
     def encode(self, text: str, /) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """`encode` makes an array of ids of each text, of the width that the index stores."""
+    """`encode` converts texts to arrays of ids, with the item size of the index."""
 
     name: str
     digest: str
     vocab_size: int
-    eos_id: int | None  # appended to each document; None: nothing is
+    eos_id: int | None  # appended to each document, unless None
     ids: Callable[[Sequence[str]], Sequence[Any]]
 
     @property
@@ -334,7 +333,7 @@ class Encoder:
 
 
 def find_encoder(name: str, *, append_eos: bool = False, eos_id: int | None = None) -> Encoder:
-    """Resolves "bytes", a tokenizer.json or a Hugging Face name; every failure names the fix."""
+    """Resolves "bytes", the path of a tokenizer.json, or a Hugging Face name."""
     if name == "bytes":
         eos = eos_id if eos_id is not None else (BYTES_EOS if append_eos else None)
         return Encoder(name, "bytes", 257, eos, _bytes_of)
@@ -344,14 +343,14 @@ def find_encoder(name: str, *, append_eos: bool = False, eos_id: int | None = No
         tokenizer = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # the library raises plain Exception
         raise DataLoadingError(f"not a tokenizer definition: {error}", name) from error
-    tokenizer.no_truncation()  # a limit of the model must not lose text
+    tokenizer.no_truncation()  # the model's limit must not truncate documents
     tokenizer.no_padding()
     if append_eos and eos_id is None:
         known = (tokenizer.token_to_id(word) for word in _EOS_NAMES)
         eos_id = next((number for number in known if number is not None), None)
         if eos_id is None:
-            raise DataLoadingError("the tokenizer has no usual end-of-text token: give --eos-id N", name)
-    batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)  # on all cores
+            raise DataLoadingError("the tokenizer has no common end-of-text token: give --eos-id N", name)
+    batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)  # uses all cores
     size = int(tokenizer.get_vocab_size(with_added_tokens=True))
     digest = hashlib.sha256(definition.encode()).hexdigest()[:16]
     return Encoder(name, digest, size, eos_id, lambda texts: [one.ids for one in batch(list(texts))])
@@ -362,7 +361,7 @@ def _bytes_of(texts: Sequence[str]) -> list[Array]:
 
 
 def wrap_object(tokenizer: HasEncode) -> Encoder:
-    """Any object with `encode(text)` that returns ids or something with `.ids`."""
+    """An Encoder for a tokenizer object."""
     size, kind = getattr(tokenizer, "vocab_size", None), type(tokenizer).__qualname__
     if not isinstance(size, int):
         get = getattr(tokenizer, "get_vocab_size", None)
@@ -377,7 +376,7 @@ def wrap_object(tokenizer: HasEncode) -> Encoder:
 def _definition(name: str) -> str:
     """The text of a tokenizer.json."""
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
-    hint = "download its tokenizer.json where a network exists and give the path: --tokenizer tokenizer.json"
+    hint = "without network access, download its tokenizer.json elsewhere and give the path: --tokenizer tokenizer.json"
     try:
         if path.is_file():
             return path.read_text(encoding="utf-8")
@@ -385,6 +384,6 @@ def _definition(name: str) -> str:
             raise DataLoadingError("tokenizer file not found", name)
         hub = require("huggingface_hub", feature=f"The tokenizer name {name!r}", extra="data")
         return Path(hub.hf_hub_download(name, "tokenizer.json", etag_timeout=5)).read_text(encoding="utf-8")
-    except (OSError, ValueError, MissingExtra) as error:  # not found, gated, offline, not the name of a model
+    except (OSError, ValueError, MissingExtra) as error:  # not found, gated, offline, or not a model name
         what = f"tokenizer {name!r} is neither a file nor a name on the Hugging Face hub: {error}"
         raise DataLoadingError(what, hint=hint) from error

@@ -1,12 +1,12 @@
-"""The file of a token index, read through one memory map: opening costs the same for a megabyte and a terabyte.
+"""The file format of a token index, which is memory-mapped: opening takes the same time for a megabyte and a terabyte.
 
 tokens   total_tokens of token_bytes each (little-endian uint16 or uint32)
 starts   num_documents + 1 int64: the first token of each document, then total_tokens; 8-byte aligned
-offsets  num_documents int64: where the document stands in its file (byte of the plain text; row of Parquet)
-files    num_documents uint32: which file
-checks   uint32 CRC-32 of every BLOCK bytes before
-facts    JSON: the sizes above, and where the index came from
-tail     where the facts begin, their CRC-32, MAGIC
+offsets  num_documents int64: position of the document in its file (byte offset in uncompressed text; row in Parquet)
+files    num_documents uint32: index of the file
+checks   uint32 CRC-32 of every BLOCK bytes of the parts above
+facts    JSON: the sizes above, and the source of the index
+tail     offset of the facts, their CRC-32, MAGIC
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Damage:
 
 
 class TokenIndexFile(AbstractContextManager["TokenIndexFile"]):
-    """An open index. Opening checks the facts and three sample blocks; `verify` checks all.
+    """An open index. Opening checks the facts and three sample blocks; `verify` checks all blocks.
 
-    Can be pickled to worker processes: they open the file themselves.
+    Can be pickled: worker processes open the file themselves.
     """
 
     def __init__(self, path: str | Path, *, sample_check: bool = True) -> None:
@@ -90,7 +90,7 @@ class TokenIndexFile(AbstractContextManager["TokenIndexFile"]):
             hint = f"build it first: allranks index build FILES -o {name} --tokenizer tokenizer.json"
             raise DataLoadingError("Token index file not found", name, hint=hint) from None
         except IsADirectoryError:
-            raise DataLoadingError("is a folder, not a token index", name) from None
+            raise DataLoadingError("this is a folder, not a token index", name) from None
         except PermissionError as error:
             raise DataLoadingError(str(error.strerror), name) from None
         begin, crc, magic = TAIL.unpack_from(self._map, len(self._map) - TAIL.size)
@@ -98,12 +98,12 @@ class TokenIndexFile(AbstractContextManager["TokenIndexFile"]):
         if magic != MAGIC:
             raise _unusable("not a token index, or truncated (bad magic number)", name)
         if zlib.crc32(facts) != crc:
-            raise _unusable("token index is corrupted: its facts fail their checksum", name)
+            raise _unusable("token index is corrupted: checksum mismatch in its facts", name)
         self.meta: dict[str, Any] = json.loads(facts)
         self.header = head = IndexHeader(**self.meta.pop("sizes"))
         self.dtype = np.dtype("<u2" if head.token_bytes == 2 else "<u4")
         view = partial(np.frombuffer, self._map)
-        #: All tokens, in the order of files and documents; read from the disk as they are touched.
+        #: All tokens, in the order of files and documents; read from disk on access.
         self.tokens = view(self.dtype, head.total_tokens)
         self._starts = view("<i8", head.num_documents + 1, head.starts_offset)
         self._offsets = view("<i8", head.num_documents, head.offsets_offset)
@@ -113,9 +113,9 @@ class TokenIndexFile(AbstractContextManager["TokenIndexFile"]):
         for block in sorted({0, last // 2, last}) if sample_check else []:
             if not self._intact(block):
                 raise DataLoadingError(
-                    f"token index is corrupted: the block at byte {block * BLOCK} fails its checksum",
+                    f"token index is corrupted: checksum mismatch in the block at byte {block * BLOCK}",
                     name,
-                    hint=f"see all damage: allranks index verify {name}\n{REBUILD}",
+                    hint=f"list all damage: allranks index verify {name}\n{REBUILD}",
                 )
 
     @property
@@ -137,14 +137,14 @@ class TokenIndexFile(AbstractContextManager["TokenIndexFile"]):
 
     @property
     def fingerprint(self) -> str:
-        """Names the content: the same tokens in the same order have the same fingerprint."""
+        """Identifies the content: the same tokens in the same order have the same fingerprint."""
         return f"{self.total_tokens:x}-{self.num_documents:x}-{zlib.crc32(self._checks.tobytes()):08x}"
 
     def __len__(self) -> int:
         return self.header.total_tokens
 
     def __getitem__(self, where: int | slice) -> Any:
-        """Tokens by place: a number or an array that is a view of the file."""
+        """Tokens by position: a number, or an array that is a view of the file."""
         return self.tokens[where]
 
     def document(self, number: int) -> Array:
@@ -153,14 +153,14 @@ class TokenIndexFile(AbstractContextManager["TokenIndexFile"]):
         return self.tokens[int(self._starts[number]) : int(self._starts[number + 1])]
 
     def find_position(self, token: int) -> tuple[int, int, int]:
-        """(file, offset in it, first token) of the document that holds a token."""
+        """(file, offset in the file, first token) of the document that contains a token."""
         if token < 0 or token >= self.total_tokens:
             raise ValueError(f"token {token} exceeds total tokens ({self.total_tokens})")
         number = int(np.searchsorted(self._starts, np.int64(token), side="right")) - 1
         return int(self._files[number]), int(self._offsets[number]), int(self._starts[number])
 
     def verify(self) -> Iterator[Damage]:
-        """Reads everything and yields every damaged block."""
+        """Reads the whole file and yields every damaged block."""
         for block in range(len(self._checks)):
             if not self._intact(block):
                 yield Damage(block, block * BLOCK)
@@ -171,7 +171,7 @@ class TokenIndexFile(AbstractContextManager["TokenIndexFile"]):
             return zlib.crc32(view[block * BLOCK : end]) == int(self._checks[block])
 
     def close(self) -> None:
-        """Drops the arrays; the map is released when the last view that somebody holds is gone."""
+        """Drops the arrays; the map is released with the last view of it."""
         for name in ("tokens", "_starts", "_offsets", "_files", "_checks"):
             setattr(self, name, None)
         try:
@@ -195,7 +195,7 @@ def _unusable(what: str, path: str) -> DataLoadingError:
 
 
 class IndexWriter:
-    """Writes one index, a document at a time; 20 bytes of memory for each document."""
+    """Writes an index document by document, with 20 bytes of memory for each document."""
 
     def __init__(self, file: BinaryIO, token_bytes: int) -> None:
         self._file, self._token_bytes = file, token_bytes
@@ -218,7 +218,7 @@ class IndexWriter:
         return len(self._offsets)
 
     def finish(self, facts: dict[str, object], num_files: int) -> IndexHeader:
-        """Adds the tables, the checksums and the facts; on the disk when it returns."""
+        """Adds the tables, the checksums and the facts, and syncs the file."""
         header = IndexHeader(self._token_bytes, self.tokens, self.documents, num_files)
         self._write(bytes(header.starts_offset - self.tokens * self._token_bytes))
         for table in (self._starts, self._offsets, self._files):
@@ -233,7 +233,7 @@ class IndexWriter:
         return header
 
     def _write(self, data: bytes) -> None:
-        """Writes, with the checksum of each block on the way."""
+        """Writes data and updates the checksum of each block."""
         self._file.write(data)
         at = 0
         while at < len(data):
