@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from allranks.cli import main
 from allranks.cli.status import render
 from allranks.errors import InputError
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
-from allranks.incidents.job_overview import Overview, find_job, find_open, local_facts
+from allranks.incidents.job_overview import Overview, find_absent, find_job, find_open, local_facts
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import Explained, WatchOptions
 from allranks.launch.node_agent import NodeAgent
@@ -78,10 +79,15 @@ def test_in_a_job_that_moves_nobody_is_said_to_wait(tmp_path: Path) -> None:
     trace = replace(trace, calls=calls)
     sample = read_sample(write_box(tmp_path, 0, 7))
     assert sample is not None
-    now, open_ = time.time(), {0: find_open(trace), 1: {}}
+    now, traces = time.time(), {0: trace, 1: replace(trace, calls=calls[:0])}
+    absent = partial(find_absent, traces)
     for silent_s, waited in ((0.01, ()), (60.0, (1,))):
         seen = replace(sample, last_ns=int((now - silent_s) * 1e9))
-        assert Overview(tmp_path)._row(seen, now, trace, open_).waits_for == waited
+        assert Overview(tmp_path)._row(seen, now, trace, absent).waits_for == waited
+    (call,) = find_open(trace)
+    calls["state"][-1] = State.COMPLETED
+    traces[1] = replace(trace, calls=calls)
+    assert absent(call) == ()  # it has finished its part of the call
 
 
 def test_a_rank_that_sleeps_does_not_compute() -> None:

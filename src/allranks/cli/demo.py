@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     import tempfile
 
     require("torch", feature="allranks demo", extra="torch")
-    from allranks.drill.demo import DemoOptions, run_demo
+    from allranks.drill.demo import run_demo
     from allranks.drill.run import ended_by_signals
 
     flags = read_flags(DemoFlags, args)
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"\n{shown}" if kind == "title" else f"  {shown}", file=stream, flush=True)
 
     with ended_by_signals():
-        result = run_demo(DemoOptions(folder), say)
+        result = run_demo(folder, say)
     say("title", "3. What was proved")
     for good, text in _proved(result):
         say("good" if good else "bad", text)

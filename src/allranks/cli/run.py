@@ -117,7 +117,7 @@ def _run(
     from allranks.elastic.world import need_etcd_v2, obey_timeout
     from allranks.incidents.job_overview import TOKEN_FILE, set_aside_earlier, write_job
     from allranks.launch.slurm import replicas_of_node
-    from allranks.watch import start_timed_stacks, stop_timed_stacks
+    from allranks.watch import timed_stacks
 
     if options.replicas:
         first, total = replicas_of_node(os.environ, options.replicas)
@@ -152,9 +152,7 @@ def _run(
     if lighthouse and not options.lighthouse and may_have_several_nodes(torchrun):
         _say(ALONE)
     _say(describe_protection(options, settings))
-    collector = start_timed_stacks(settings.get("debug") or {}, folder, log_dir)
-    if collector is not None:
-        stack.callback(stop_timed_stacks, collector)
+    stack.enter_context(timed_stacks(settings.get("debug") or {}, folder, log_dir))
     job = NodeJob(options, settings, environment, folder, incidents, log_dir, stack)
     if options.replicas:
         return _run_replicas(job, script, torchrun)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -318,7 +317,7 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
             folder=job.folder,
             incidents=job.incidents,
             job=job.environment.job,
-            node=socket.gethostname(),
+            node=os.uname().nodename,
             mode=mode,
             ranks_per_replica=options.nproc_per_replica,
             replicas=options.total_replicas or options.replicas or 1,
@@ -346,7 +345,7 @@ def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
     from allranks.ledger.history import start_history
     from allranks.lighthouse.metrics import SPENT
 
-    keeper = LedgerKeeper(job.incidents, job.environment.job, socket.gethostname(), mode)
+    keeper = LedgerKeeper(job.incidents, job.environment.job, os.uname().nodename, mode)
     keeper.history = start_history(os.environ)
     keeper.on_slow = lambda change: watch.slow.note(change.rank, change.at, change.sentence)
     keeper.start()
@@ -361,7 +360,7 @@ def _end_ledger(keeper: LedgerKeeper) -> None:
     from allranks.ledger.report import end_line
 
     found = keeper.close()
-    if found is not None and found.ranks:
+    if found.ranks:
         note(f"[allranks] {end_line(found)} (allranks goodput {found.job})")
 
 
@@ -385,7 +384,7 @@ def _client(environment: JobEnvironment, stack: ExitStack) -> Client | None:
     from allranks.lighthouse.client.client import Client, ClientOptions
     from allranks.model.cluster import AGENT
 
-    addresses, host = tuple(environment.lighthouse.split(",")), socket.gethostname()
+    addresses, host = tuple(environment.lighthouse.split(",")), os.uname().nodename
     name = f"{AGENT}{host}-{os.getpid()}"
     client = Client(ClientOptions(addresses, environment.token, name, host, role="observer", beacon=False))
     try:

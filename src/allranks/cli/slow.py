@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks.cli.diagnose import job_or_path
 from allranks.cli.parser import read_flags
 from allranks.cli.terminal import answer
 from allranks.errors import InputError
@@ -57,10 +58,8 @@ def _traces(words: list[str]) -> tuple[list[RankTrace], list[Path]]:
     from allranks.incidents.job_overview import find_job
     from allranks.load import LoadOptions, load_paths
 
-    paths = [Path(word) for word in words]
-    if not paths or not all(path.exists() for path in paths):
-        paths = [find_job(words[0] if words else None)]
-    return list(load_paths([str(path) for path in paths], LoadOptions()).traces), paths
+    paths = [job_or_path(word) for word in words] or [str(find_job(None))]
+    return list(load_paths(paths, LoadOptions()).traces), [Path(path) for path in paths]
 
 
 def read_marks(paths: list[Path]) -> dict[int, tuple[PhaseMark, ...]]:

@@ -6,8 +6,6 @@ import argparse
 import os
 import shlex
 import shutil
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -117,13 +115,15 @@ def _lighthouse(allocation: Allocation, flags: list[str], stack: ExitStack) -> d
     address = embed_lighthouse(
         "0.0.0.0:0", found["ALLRANKS_TOKEN"], int(least) if least else None, replicas, settings, stack
     )
-    return {**found, "ALLRANKS_LIGHTHOUSE": f"{socket.gethostname()}:{address.rpartition(':')[2]}"}
+    return {**found, "ALLRANKS_LIGHTHOUSE": f"{os.uname().nodename}:{address.rpartition(':')[2]}"}
 
 
 def _call(flags: SlurmFlags, line: list[str], variables: dict[str, str]) -> int:
     if flags.dry_run:
         print(shlex.join(line))
         return 0
+    import subprocess
+
     _need("srun")
     return subprocess.call(line, env={**os.environ, **variables})
 
@@ -141,6 +141,8 @@ def _submit(flags: SlurmFlags, words: list[str], command: str) -> int:
     if flags.dry_run:
         print(script, end="")
         return 0
+    import subprocess
+
     _need("sbatch")
     done = subprocess.run(["sbatch", "--parsable"], input=script, text=True, capture_output=True, check=False)
     if done.returncode:

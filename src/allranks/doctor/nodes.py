@@ -12,25 +12,24 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from allranks.doctor import CLOCK_LIMIT_S, Check
+from allranks.doctor import CLOCK_LIMIT_S, Check, Status
 from allranks.errors import InputError
 from allranks.stacktraces.gpus import query_gpus
 
 _ONE_IMAGE = "Use one image or environment"
-#: fact -> (cost of a difference, fix)
-_MUST_AGREE = {
+#: fact -> (status of a difference, its cost, fix)
+_FACTS: dict[str, tuple[Status, str, str]] = {
     "nccl": (
+        "problem",
         "ncclCommInitRank fails or hangs between different NCCL versions",
         "pip install the same nvidia-nccl package everywhere, or use one image",
     ),
-    "torch": ("ranks of different torch versions cannot communicate", _ONE_IMAGE),
-    "allranks": ("agents and lighthouse of different versions may reject each other", _ONE_IMAGE),
-    "cuda": ("kernels differ between nodes", _ONE_IMAGE),
-}
-_SHOULD_AGREE = {
-    "python": ("pickled objects may be unreadable on other nodes", _ONE_IMAGE),
-    "driver": ("the oldest driver limits all nodes", "Install the same driver on all nodes"),
-    "gpus": ("ranks get different hardware: the slowest limits all", "Choose nodes of one kind"),
+    "torch": ("problem", "ranks of different torch versions cannot communicate", _ONE_IMAGE),
+    "allranks": ("problem", "agents and lighthouse of different versions may reject each other", _ONE_IMAGE),
+    "cuda": ("problem", "kernels differ between nodes", _ONE_IMAGE),
+    "python": ("warning", "pickled objects may be unreadable on other nodes", _ONE_IMAGE),
+    "driver": ("warning", "the oldest driver limits all nodes", "Install the same driver on all nodes"),
+    "gpus": ("warning", "ranks get different hardware: the slowest limits all", "Choose nodes of one kind"),
 }
 
 
@@ -66,22 +65,20 @@ def read_answers(lines: Iterable[str], name: str) -> list[dict[str, object]]:
 
 def compare(nodes: Sequence[Mapping[str, object]]) -> list[Check]:
     """One check per fact, and one of the clocks."""
-    found = [_agree(nodes, fact, "problem", *words) for fact, words in _MUST_AGREE.items()]
-    found += [_agree(nodes, fact, "warning", *words) for fact, words in _SHOULD_AGREE.items()]
-    return [*found, _clocks(nodes)]
+    return [*(_agree(nodes, fact, *row) for fact, row in _FACTS.items()), _clocks(nodes)]
 
 
-def _agree(nodes: Sequence[Mapping[str, object]], fact: str, worst: str, cost: str, hint: str) -> Check:
+def _agree(nodes: Sequence[Mapping[str, object]], fact: str, worst: Status, cost: str, hint: str) -> Check:
     values: dict[str, list[str]] = {}
     for node in nodes:
         values.setdefault(str(node.get(fact) or "none"), []).append(str(node.get("host")))
     if len(values) == 1:
         value = next(iter(values))
-        status = "skipped" if value == "none" else "ok"
-        return Check(f"{fact} across nodes", status, f"{value} on all {len(nodes)}")  # type: ignore[arg-type]
+        status: Status = "skipped" if value == "none" else "ok"
+        return Check(f"{fact} across nodes", status, f"{value} on all {len(nodes)}")
     groups = sorted(values.items(), key=lambda item: (-len(item[1]), item[0]))
     text = "; ".join(f"{value} on {_some(hosts)}" for value, hosts in groups)
-    return Check(f"{fact} across nodes", worst, f"{text}: {cost}", hint)  # type: ignore[arg-type]
+    return Check(f"{fact} across nodes", worst, f"{text}: {cost}", hint)
 
 
 def _clocks(nodes: Sequence[Mapping[str, object]]) -> Check:

@@ -20,18 +20,10 @@ from allranks.errors import AllranksError
 
 TRAIN = Path(__file__).with_name("demo_train.py")
 REPLICAS = 4
+STEPS, PACE_S = 3000, 0.1  # at most; training ends soon after both replicas have healed
+HANG_AT, KILL_AT = 40, 150  # steps
+NOTICE_S, TIMEOUT_S = 3.0, 420.0
 Say = Callable[[str, str], None]  # (kind of line, text)
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    folder: Path
-    steps: int = 3000  # at most; training ends soon after both replicas have healed
-    pace_s: float = 0.1
-    hang_at: int = 40
-    kill_at: int = 150
-    notice_s: float = 3.0
-    timeout_s: float = 420.0
 
 
 @dataclass(frozen=True)
@@ -54,12 +46,11 @@ class DemoResult:
         return faults and close and calm and self.identical and drill.exit_code == 0
 
 
-def run_demo(options: DemoOptions, say: Say) -> DemoResult:
-    out = options.folder / "training"
+def run_demo(parent: Path, say: Say) -> DemoResult:
+    out, folder = parent / "training", parent / "drill"
     out.mkdir(parents=True, exist_ok=True)
     say("title", f"1. Training on {REPLICAS} replicas, with a hang and a kill")
-    drill = _drill(options, out, say)
-    folder = options.folder / "drill"
+    drill = _drill(folder, out, say)
     losses = _losses(folder)
     if not losses:
         log = folder / "output.log"
@@ -70,7 +61,7 @@ def run_demo(options: DemoOptions, say: Say) -> DemoResult:
         )
     say("title", "2. The same training undisturbed, in one process, to compare with")
     command = [sys.executable, str(TRAIN), "--reference", "--steps", str(len(losses)), "--out", str(out)]
-    subprocess.run(command, check=True, timeout=options.timeout_s)
+    subprocess.run(command, check=True, timeout=TIMEOUT_S)
     reference = tuple(json.loads((out / "reference.json").read_text()))
     difference = max((abs(a - b) for a, b in zip(losses, reference, strict=True)), default=None)
     if reference:
@@ -97,17 +88,16 @@ def _stop_when_healed(folder: Path, out: Path, say: Say) -> Say:
     return follow
 
 
-def _drill(options: DemoOptions, out: Path, say: Say) -> DrillResult:
-    hang = {"kind": "hang", "rank": 2, "at_step": options.hang_at}
-    kill = {"kind": "kill", "rank": 1, "at_step": options.kill_at}
+def _drill(folder: Path, out: Path, say: Say) -> DrillResult:
+    hang = {"kind": "hang", "rank": 2, "at_step": HANG_AT}
+    kill = {"kind": "kill", "rank": 1, "at_step": KILL_AT}
     plan = make_plan({"faults": [hang, kill]}, ranks=REPLICAS)
-    folder = options.folder / "drill"
     command = [
-        "allranks", "run", "--replicas", str(REPLICAS), "--notice-s", str(options.notice_s), "--job", f"demo-{time.time_ns()}",
-        str(TRAIN), "--steps", str(options.steps), "--pace-s", str(options.pace_s), "--out", str(out),
+        "allranks", "run", "--replicas", str(REPLICAS), "--notice-s", str(NOTICE_S), "--job", f"demo-{time.time_ns()}",
+        str(TRAIN), "--steps", str(STEPS), "--pace-s", str(PACE_S), "--out", str(out),
     ]  # fmt: skip
     read = _follow(folder / "output.log", _stop_when_healed(folder, out, say))
-    result = run_drill(plan, command, folder, timeout_s=options.timeout_s, quiet=True, until=read)
+    result = run_drill(plan, command, folder, timeout_s=TIMEOUT_S, quiet=True, until=read)
     read()
     return result
 

@@ -87,7 +87,7 @@ def train_step(
     total = share.detach().clone()
     manager.allreduce(total).wait()
     if (manager.num_participants(), manager.participating_rank()) != (count, index):
-        manager.report_error(RuntimeError("the members changed during the step: its batch is divided anew"))
+        manager.report_error(RuntimeError("the members changed during the step: its batch is divided again"))
     committed = optimizer.step()
     return (step, float(total)) if committed and index is not None else None
 

@@ -222,18 +222,16 @@ def _judge_fault(
 ) -> FaultResult:
     if fired is None:
         return FaultResult(fault.kind, fault.rank, None, False)
-    at = float(fired["at"])
+    at, step = float(fired["at"]), fired["step"]
     recovered = _recovered(fault, at, marks)
     if incident is None:
         right = None if FAULTS[fault.kind].causes else True
-        return FaultResult(
-            fault.kind, fault.rank, fired["step"], True, verdict_right=right, recovered_s=recovered
-        )
-    verdict = incident.get("verdict")
+        return FaultResult(fault.kind, fault.rank, step, True, None, None, right, recovered)
+    verdict, noticed_s = incident.get("verdict") or None, _noticed(incident) - at
+    right = is_right(fault, verdict)
     return FaultResult(
-        fault.kind, fault.rank, fired["step"], True, _noticed(incident) - at, verdict or None,
-        is_right(fault, verdict), recovered, incident["id"],
-    )  # fmt: skip
+        fault.kind, fault.rank, step, True, noticed_s, verdict, right, recovered, incident["id"]
+    )
 
 
 def _noticed(incident: Story) -> float:

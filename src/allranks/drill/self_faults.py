@@ -135,7 +135,7 @@ def _store(for_s: float) -> None:
     from torch.distributed import TCPStore
 
     patience = timedelta(seconds=for_s or 1e6)
-    TCPStore("127.0.0.1", 0, is_master=True, timeout=patience).wait(["a key that nobody sets"], patience)
+    TCPStore("127.0.0.1", 0, is_master=True, timeout=patience).wait(["a key without a value"], patience)
 
 
 def _recv(for_s: float) -> None:

@@ -196,7 +196,7 @@ class DeathIncidents:
             last = last_good(own.step, [own])
             opened.update(Moment("last good step", min(own.last_ns / 1e9, death.at), last))
         kept = len(samples) - len(opened.current.missing)
-        self.pipeline.keep_told(
+        self.pipeline.write_finding(
             opened,
             verdict,
             Moment("evidence", time.time(), f"{kept} black boxes"),
@@ -255,7 +255,7 @@ class DeathIncidents:
         why = "it rejoins when the network is back; the others continue training"
         noticed = Moment("noticed", at, "by the lighthouse; its agent sees the process run")
         action = Action("none", why, ranks)
-        self.pipeline.keep_told(opened, verdict, Moment("fault", at, reason), noticed, action=action)
+        self.pipeline.write_finding(opened, verdict, Moment("fault", at, reason), noticed, action=action)
         self._cut[ranks] = opened
         keep_newest(self._cut)
         self.pipeline.announce(opened, samples, ranks)
@@ -285,7 +285,7 @@ class DeathIncidents:
         verdict = Finding("rank_died", ranks, sentence, confidence=1.0 if loss.certain else 0.8)
         step = opened.current.step
         last = max((s.last_ns for s in samples if s.step == step), default=0) / 1e9 or loss.at
-        self.pipeline.keep_told(
+        self.pipeline.write_finding(
             opened,
             verdict,
             Moment("last good step", min(last, loss.at), last_good(step, samples)),

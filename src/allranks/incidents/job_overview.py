@@ -7,9 +7,10 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,9 @@ class Overview:
         samples = read_samples(self.folder)
         paths = [sample.path for sample in samples]
         loaded = load_paths(paths, LoadOptions(allow_nothing=True)).traces if paths else []
-        traces = {trace.header.rank: trace for trace in loaded}
-        open_ = {rank: find_open(trace) for rank, trace in traces.items() if rank is not None}
-        rows = [self._row(sample, now, traces.get(sample.rank), open_) for sample in samples]
+        traces = {trace.header.rank: trace for trace in loaded if trace.header.rank is not None}
+        absent = cache(partial(find_absent, traces))
+        rows = [self._row(sample, now, traces.get(sample.rank), absent) for sample in samples]
         lighthouse = str(facts.get("lighthouse", ""))
         job = str(facts.get("job", self.folder.name))
         seen = ask_lighthouse(lighthouse) if any(row.alive for row in rows) else LighthouseView()
@@ -194,17 +195,17 @@ class Overview:
         sample: RankSample,
         now: float,
         trace: RankTrace | None,
-        open_: dict[int, dict[tuple[str, int], str]],
+        absent: Callable[[Call], tuple[int, ...]],
     ) -> RankRow:
-        mine = open_.get(sample.rank, {})
+        mine = find_open(trace) if trace is not None else {}
         waits_for: tuple[int, ...] = ()
         silent = None if not sample.last_ns else max(0.0, now - sample.last_ns / 1e9)
         unusual = silent is not None and silent >= SILENT_S
         letter = letter_of(sample, now)
         doing = sample.closed or DOING[letter]
-        if letter not in "ed" and mine and trace is not None:
-            (group, sequence), doing = next(iter(mine.items()))
-            waits_for = find_absent(trace, group, sequence, open_) if unusual else ()
+        if letter not in "ed" and mine:
+            call, doing = next(iter(mine.items()))
+            waits_for = absent(call) if unusual else ()
         before = self._before.get(sample.rank)
         speed = None
         if before and now > before[0] and sample.step >= before[1] >= 0:
@@ -218,11 +219,14 @@ class Overview:
         )  # fmt: skip
 
 
-def find_open(trace: RankTrace) -> dict[tuple[str, int], str]:
-    """The unfinished calls of a rank, oldest first: (group, sequence) -> a short text."""
+Call = tuple[str, int]  # group, sequence
+_UNNUMBERED = int(Flag.CAPTURED | Flag.COALESCED_PART | Flag.P2P)
+
+
+def find_open(trace: RankTrace) -> dict[Call, str]:
+    """The unfinished calls of a rank, oldest first, each with a short text."""
     calls = trace.calls
-    unknowable = int(Flag.CAPTURED | Flag.COALESCED_PART | Flag.P2P)
-    chosen = np.flatnonzero((calls["state"] <= State.STARTED) & ((calls["flags"] & unknowable) == 0))
+    chosen = np.flatnonzero((calls["state"] <= State.STARTED) & ((calls["flags"] & _UNNUMBERED) == 0))
     found = {}
     for call in calls[chosen[:4]]:
         group, seq = trace.groups[int(call["group"])], int(call["seq"])
@@ -231,12 +235,17 @@ def find_open(trace: RankTrace) -> dict[tuple[str, int], str]:
     return found
 
 
-def find_absent(
-    trace: RankTrace, group: str, sequence: int, open_: dict[int, dict[tuple[str, int], str]]
-) -> tuple[int, ...]:
-    """Members of the group that have not entered the call."""
-    members = next((g.ranks for g in trace.groups if g.name == group), ())
-    return tuple(rank for rank in members if rank in open_ and (group, sequence) not in open_[rank])
+def find_absent(traces: Mapping[int, RankTrace], call: Call) -> tuple[int, ...]:
+    """Members of the group that have not begun the call."""
+    members = next((g.ranks for t in traces.values() for g in t.groups if g.name == call[0]), ())
+    return tuple(rank for rank in members if rank in traces and not _has_begun(traces[rank], *call))
+
+
+def _has_begun(trace: RankTrace, group: str, sequence: int) -> bool:
+    """Whether a rank has begun, and perhaps finished, a call of a group."""
+    calls, numbers = trace.calls, [index for index, one in enumerate(trace.groups) if one.name == group]
+    numbered = (calls["flags"] & _UNNUMBERED) == 0
+    return bool((numbered & np.isin(calls["group"], numbers) & (calls["seq"] >= sequence)).any())
 
 
 def find_open_hang(folder: Path) -> Path | None:
@@ -330,26 +339,18 @@ def find_motion(opened: Iterable[OpenIncident]) -> Motion:
     return "hung" if "hang" in kinds else "stalled" if "stall" in kinds else "moving"
 
 
-def has_come(trace: RankTrace, group: str, sequence: int) -> bool:
-    """Whether a rank has begun, and perhaps finished, a call of a group."""
-    numbers = [index for index, one in enumerate(trace.groups) if one.name == group]
-    return bool((np.isin(trace.calls["group"], numbers) & (trace.calls["seq"] >= sequence)).any())
-
-
 def who_waits(traces: Iterable[RankTrace]) -> str:
     """ "ranks 0, 1 wait for rank 2 in all_reduce #12 of default_pg", for the call in which most ranks wait."""
     known = {trace.header.rank: trace for trace in traces if trace.header.rank is not None}
-    open_ = {rank: find_open(trace) for rank, trace in known.items()}
-    calls: dict[tuple[str, int], list[int]] = {}
-    for rank, mine in open_.items():
-        for call in mine:
-            calls.setdefault(call, []).append(rank)
-    best, most = "", 0
-    for call, waiters in calls.items():
-        absent = [
-            rank for rank in find_absent(known[waiters[0]], *call, open_) if not has_come(known[rank], *call)
-        ]
-        if absent and len(waiters) > most:
-            most, text = len(waiters), open_[waiters[0]][call]
-            best = f"{ranks_wait(waiters)} for {ranks_text(absent)} in {text}"
+    waiters: dict[Call, list[int]] = {}
+    texts: dict[Call, str] = {}
+    for rank, trace in known.items():
+        for call, text in find_open(trace).items():
+            waiters.setdefault(call, []).append(rank)
+            texts[call] = text
+    best = ""
+    for call, ranks in sorted(waiters.items(), key=lambda one: -len(one[1])):
+        if absent := find_absent(known, call):
+            best = f"{ranks_wait(ranks)} for {ranks_text(absent)} in {texts[call]}"
+            break
     return rename(best, next((trace.header.worlds for trace in known.values()), ()))

@@ -382,18 +382,18 @@ class IncidentPipeline:
         opened.update(**changes)
         return found
 
-    def keep_told(
+    def write_finding(
         self,
         opened: IncidentFolder,
-        told: Finding,
+        found: Finding,
         *moments: Moment,
         noticed_s: float = 0.0,
         **changes: Unpack[Changes],
     ) -> None:
         """Writes a finding that is known without a diagnosis."""
         reason = changes.get("reason", opened.current.reason)
-        Observed(taken_ns=time.time_ns(), told=told, reason=reason).write(opened.path)
-        changes |= {"verdict": told, "ranks": told.ranks, "durations_s": {"noticed": noticed_s}}
+        Observed(taken_ns=time.time_ns(), told=found, reason=reason).write(opened.path)
+        changes |= {"verdict": found, "ranks": found.ranks, "durations_s": {"noticed": noticed_s}}
         opened.update(*moments, **changes)
 
     def announce(self, opened: IncidentFolder, samples: Sequence[RankSample], lost: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from allranks.model.formatting import duration, ranks_text
 from allranks.model.options import option
 
 Mode = Literal["whole_job", "replica"]
+NODE_FAILURES = 3  # within window_s: then a job in whole-job mode continues without the node
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ class PolicyOptions:
     max_actions: int = option(10, "within window_s; beyond it evidence is collected only", at_least=0)
     window_s: float = option(3600.0, "window of max_actions", unit="s", above=0)
     back_off_s: float = option(30.0, "shortest time between two actions", unit="s", at_least=0)
-    node_failures: int = 3  # within window_s, of whole-job mode: then the job continues without this node
 
     def wanted(self, mode: Mode) -> ActionKind:
         """The action for a hang."""
@@ -138,7 +138,7 @@ def decide_leaving(
 ) -> tuple[ActionKind | None, str]:
     """Whole-job mode with optional nodes: whether this node, the cause of each failure, should leave; None: it stays."""
     recent = [t for t in failures_s if now_s - t < options.window_s]
-    if len(recent) < options.node_failures:
+    if len(recent) < NODE_FAILURES:
         return None, f"{len(recent)} failures of this node within {options.window_s:g} s"
     why = f"ranks of this node were the cause of {len(recent)} failures within {options.window_s:g} s"
     if not options.enabled:

@@ -45,7 +45,7 @@ from allranks.watch.silence import NoticeOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
-NEW_NODES_S = 5.0  # how often the driver looks for nodes that joined the cluster
+NEW_NODES_S = 5.0  # between two checks for new nodes in the cluster
 
 
 @dataclass(frozen=True)

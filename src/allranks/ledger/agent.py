@@ -51,9 +51,9 @@ class LedgerKeeper:
     on_slow: Callable[[ChangePoint], None] = lambda change: None  # a rank became slow
     rows: list[Booked] = field(default_factory=list)  # of this run
     outages: dict[str, Outage] = field(default_factory=dict)
-    _accounts: Accounts | None = None
-    _file: LedgerFile | None = None
-    _start: RunStart | None = None
+    _accounts: Accounts = field(init=False)
+    _file: LedgerFile = field(init=False)
+    _start: RunStart = field(init=False)
     _ours: set[ProcessId] = field(default_factory=set)
     _paths: dict[int, str] = field(default_factory=dict)
     _ended: list[str] = field(default_factory=list)  # boxes of processes that ended since the last row
@@ -77,7 +77,6 @@ class LedgerKeeper:
         earlier: list[Record] = []
 
         def begin() -> None:
-            assert self._start is not None
             self._file = self._own_file()
             earlier.extend(self._file.open())
             self._file.append([self._start])
@@ -105,16 +104,10 @@ class LedgerKeeper:
         """Takes a new or changed incident. From any thread."""
         self._carefully(lambda: self._note(incident))
 
-    def close(self, now: float | None = None) -> JobAccount | None:
-        """The account of this run on this node; None when it was never started."""
+    def close(self, now: float | None = None) -> JobAccount:
+        """Writes the last records; returns the account of this run on this node."""
         at = time.time() if now is None else now
-        if self._accounts is None or self._file is None or self._start is None:
-            return None
-        last: list[Record] = []
-        self._carefully(
-            lambda: last.extend([*self._accounts.close(at), RunEnd(at)]) if self._accounts else None
-        )
-        self._carefully(lambda: self._append(last))
+        self._carefully(lambda: self._append([*self._accounts.close(at), RunEnd(at)]))
         self._carefully(self._file.close)
         if self.history is not None:  # the whole job, from the ledgers of all nodes
             folder, job = self.folder, self.job
@@ -131,7 +124,6 @@ class LedgerKeeper:
         return {state: sums[state] for state in STATES if state in sums}
 
     def _observe(self, samples: Sequence[RankSample], running: set[int], now: float) -> None:
-        assert self._accounts is not None and self._file is not None and self._start is not None
         self._ours |= {s.process for s in samples if s.rank in running}
         ours = [s for s in samples if s.process in self._ours]
         for sample in ours:
@@ -171,7 +163,7 @@ class LedgerKeeper:
 
     def _read_notes(self, now: float) -> dict[str, Passed]:
         """The newest `Passed` record of every node of the job."""
-        assert self._recent is not None and self._file is not None
+        assert self._recent is not None
         found, limit = {self.node: self._recent}, time.monotonic() + READ_S
         for path in find_ledgers(self.folder, self.job):
             if path != self._file.path and time.monotonic() < limit:
@@ -190,7 +182,7 @@ class LedgerKeeper:
             self.history.put(outage_events(self.job, outage, {rank: node}))
 
     def _note(self, incident: Incident) -> None:
-        if self._accounts is None or incident.kind in ("request", "slow"):
+        if incident.kind in ("request", "slow"):
             return
         changed = self._accounts.note(outage_of(incident))
         if changed is not None:
@@ -203,8 +195,7 @@ class LedgerKeeper:
     def _append(self, records: Sequence[Record]) -> None:
         records, self._passed = [*records, *self._passed], []
         self.rows += [one for one in records if isinstance(one, Booked)]
-        if self._file is not None:
-            self._file.append(records)
+        self._file.append(records)
 
     def _waits(self, begin: float, end: float, outages: Sequence[Outage]) -> Waited:
         newest, ended = _read_boxes(self._paths.values()), _read_boxes(self._ended)

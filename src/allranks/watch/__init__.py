@@ -10,23 +10,33 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
-def start_timed_stacks(
-    debug: Mapping[str, Any], folder: Path, log_dir: str
-) -> subprocess.Popen[bytes] | None:
-    """Starts the child that collects; None when the section does not ask for stacks. `{log_dir}` is the job's."""
+@contextmanager
+def timed_stacks(debug: Mapping[str, Any], folder: Path, log_dir: str) -> Iterator[None]:
+    """Runs the child that collects stacks, if the section asks for them. `{log_dir}` is the job's."""
     section = collection(debug)
     if section is None:
-        return None
+        yield
+        return
     config = folder / "debug.yaml"
     config.write_text(json.dumps({"debug": section}))  # JSON is YAML
     command = [sys.executable, "-m", "allranks", "watch", "--pid", str(os.getpid()), "--config", str(config)]
     environment = {**os.environ, "LOG_DIR": log_dir, "ALLRANKS_DIR": str(folder)}
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield
+    finally:
+        child.terminate()
+        try:
+            child.wait(5.0)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
 def collection(debug: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -38,13 +48,3 @@ def collection(debug: Mapping[str, Any]) -> dict[str, Any] | None:
     chosen = {key: debug[key] for key in keys if debug.get(key) is not None}
     quiet = {"no_progress_seconds": 0, "rank_lost": False}
     return {"wait_seconds": debug.get("wait_seconds") or 0, "triggers": {**quiet, **triggers}, **chosen}
-
-
-def stop_timed_stacks(child: subprocess.Popen[bytes]) -> None:
-    """Ends the child once the ranks are gone."""
-    child.terminate()
-    try:
-        child.wait(5.0)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()

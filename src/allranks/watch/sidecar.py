@@ -244,11 +244,7 @@ class Sidecar:
         """Samples ranks without a black box. Waits of NCCL use CPU, so its own counts and the GPUs are checked too."""
         if plain and now - self._asked_ras_s >= RESCAN_S:
             self._asked_ras_s = now
-            pids = [target.pid for target in plain]
-            reply = ras.ask(of=pids, limit_s=RAS_LIMIT_S)
-            self._ras = (*self._ras[-1:], reply) if reply is not None else ()
-            used = gpus.ask(pids)
-            self._gpus = (*self._gpus[-1:], used) if used else ()
+            self._ask_others([target.pid for target in plain])
         if not self._stalled():
             self._work = self._work.after(now, {t.rank: self._work_done(t) for t in plain})
 
@@ -258,6 +254,13 @@ class Sidecar:
         pids = [rank.pid] if known else [rank.pid, *descendants(rank.pid)]
         done = [work_done(pid, main=True) for pid in pids]
         return sum(one.ticks for one in done), sum(one.switches for one in done)
+
+    def _ask_others(self, pids: Sequence[int]) -> None:
+        """Queries NCCL's RAS service and the GPUs."""
+        reply = ras.ask(of=pids, limit_s=RAS_LIMIT_S)
+        self._ras = (*self._ras[-1:], reply) if reply is not None else ()
+        used = gpus.ask(pids)
+        self._gpus = (*self._gpus[-1:], used) if used else ()
 
     def _stalled(self) -> bool:
         """Whether NCCL's ranks are at different operations without progress, or no GPU of the job moves data."""

@@ -30,6 +30,8 @@ MANAGER_TIMEOUT_S = 60.0  # `retry_s` of replica mode unless the job sets anothe
 FIRST_LOOK, SECOND_LOOK = 0.7, 0.85  # of `retry_s`: both inspections see the calls that wait for the hang
 MIN_SILENCES = 3  # with fewer, one pause would be the usual length
 TRAINED = 3  # changes after which a replica has loaded its state and made a step
+OUTLIER_FACTOR = 2.0  # times the longest silence that has ended lately
+MEMORY = 64  # silences kept per rank
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,7 @@ class NoticeOptions:
     cap_s: float = option(
         300.0, "always investigate one longer than this", unit="s", above=0, key="hang_cap_s"
     )
-    factor: float = 4.0  # times the silences that this job is used to
-    outlier_factor: float = 2.0  # times the longest silence that it has recovered from lately
+    factor: float = 4.0  # times the usual silences of this job
     warm_up_s: float = option(
         60.0,
         "allowed before the job has a history: first steps, compilation",
@@ -52,7 +53,6 @@ class NoticeOptions:
         key="startup_s",
     )
     warm_up_marks: int = 20  # steps or completed calls of a rank that make a history
-    memory: int = 64  # silences remembered per rank
     asked: bool = (
         False  # floor_s was set by the user: it holds from the first step or call, also after a pause
     )
@@ -95,13 +95,13 @@ class RankHistory:
         """The history after one more change of the mark."""
         mark, steps_s, stepped_s = options.progress(sample), self.steps_s, self.stepped_s
         if mark[0] != self.mark[0]:
-            steps_s = (*steps_s, now_s - stepped_s)[-options.memory :] if self.mark[0] >= 0 else ()
+            steps_s = (*steps_s, now_s - stepped_s)[-MEMORY:] if self.mark[0] >= 0 else ()
             stepped_s = now_s
         # start-up is slower than later steps and would raise the limit for good
         settled = self.changes >= options.warm_up_marks
         silences = self.silences_s if settled else ()
         if settled and self.changed_s >= acted_s:
-            silences = (*silences, now_s - self.changed_s)[-options.memory :]
+            silences = (*silences, now_s - self.changed_s)[-MEMORY:]
         changes = self.changes + max(1, mark[0] - self.mark[0], mark[2] - self.mark[2])
         return RankHistory(self.process, mark, now_s, changes, silences, sample.step_ns, stepped_s, steps_s)
 
@@ -201,7 +201,7 @@ def _allowed_s(silences: Sequence[float], options: NoticeOptions) -> float:
     if options.asked:  # a single pause is not usual
         ordered = ordered[:-1] or [0.0]
     usual, longest = ordered[(len(ordered) - 1) * 9 // 10], ordered[-1]
-    outlier = 0.0 if options.asked else options.outlier_factor * longest
+    outlier = 0.0 if options.asked else OUTLIER_FACTOR * longest
     return max(options.floor_s, options.factor * usual, outlier)
 
 
