@@ -162,7 +162,6 @@ class TraceHeader:
     attempt: int = 0
     start_ns: int = 0
     written_ns: int = 0  # when the dump was taken; for a black box the last write
-    taken_ns: int = 0  # when a copy of a black box was made whose process still ran
     backend: str = ""
     versions: tuple[tuple[str, str], ...] = ()  # ("torch", "2.13.0"), ("nccl", "2.28.9")
     dropped: int = 0  # records overwritten by the ring
@@ -172,6 +171,7 @@ class TraceHeader:
     worlds: tuple[World, ...] = ()  # of a job of several worlds; `rank` is the number in the job then
     dated: bool = False  # `written_ns` is the modification time of the file, which may be a later copy
     start_ticks: int = 0  # of its process: another process with its number has another
+    taken_ns: int = 0  # when a copy of a black box was made whose process still ran
 
     @property
     def name(self) -> str:
