@@ -120,7 +120,7 @@ def test_every_example_can_be_parsed(line: str) -> None:
         (["lighthouse", "readmitt", "job", "replica-1"], "did you mean readmit"),
         (["nonsense"], "`allranks --help` lists the commands."),
         (["diagnose"], "For example: allranks diagnose dumps/\n"),
-        (["slurm"], "arguments are required: action\n"),
+        (["slurm"], "give one of submit, wrap, collect\n"),
     ],
 )
 def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(
@@ -256,7 +256,7 @@ def test_sixty_columns_show_who_is_waited_for() -> None:
     lines = list(render(VIEW, width=60))
     assert all(len(line) <= 60 for line in lines)
     assert "<- 1 rank waits for it" in lines[-1]
-    assert "waits for 2" in lines[-2]
+    assert "waits for rank 2" in lines[-2]
     assert "4711" in list(render(VIEW, width=100))[-2]
 
 

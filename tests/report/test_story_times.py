@@ -10,7 +10,8 @@ from pathlib import Path
 from allranks.incidents.folder import open_incident
 from allranks.incidents.pipeline import Recoveries
 from allranks.model.diagnosis import Action, Finding, Incident, Moment
-from allranks.report.story import decision, lasted, render_story
+from allranks.model.trace import Frame
+from allranks.report.story import decision, lasted, rank_evidence, render_story
 from allranks.watch.samples import RankSample
 
 BEGIN = 1.7e9
@@ -71,3 +72,16 @@ def test_a_replica_that_trains_again_is_back_and_no_step_is_minus_one(tmp_path: 
     names = {moment.name: moment.text for moment in opened.current.timeline}
     assert names == {"recovered": "2 ranks train again", "back": "1 rank trains again"}
     assert opened.current.closed is not None and opened.current.closed <= time.time()
+
+
+def test_the_source_is_that_of_the_line_where_the_guilty_rank_is(tmp_path: Path) -> None:
+    """Beside a stack at train.py:2 stood the line of the rank's last finished call, train.py:4; and our own frames below it."""
+    script = tmp_path / "train.py"
+    script.write_text("def load():\n    time.sleep(600)\nload()\nloss.backward()\n")
+    live, last = (Frame("load", str(script), 2),), (Frame("<module>", str(script), 4),)
+    verdict = Finding("stuck_before_collective", (2,), "x", stacks=(((2,), live), ((2,), last)))
+    starts = ("__main__.py:82 in _run", "__main__.py:53 in main", "rank_entry.py:64 in <module>")
+    seen = {"2": {"cause": "sleep", "where": "train.py:2 in load", "stack": ["train.py:2 in load", *starts]}}
+    (found,) = rank_evidence(replace(DEATH, ranks=(2,), verdict=verdict, stacks={"ranks": seen}))
+    assert found.source is not None and found.source.title == f"{script}:2"
+    assert found.stack == ("train.py:2 in load",)

@@ -161,7 +161,6 @@ class TraceHeader:
     attempt: int = 0
     start_ns: int = 0
     written_ns: int = 0  # when the dump was taken; of a black box, the last write
-    taken_ns: int = 0  # when a black box was copied while its process was running
     backend: str = ""
     versions: tuple[tuple[str, str], ...] = ()  # ("torch", "2.13.0"), ("nccl", "2.28.9")
     dropped: int = 0  # records overwritten by the ring
@@ -171,6 +170,7 @@ class TraceHeader:
     worlds: tuple[World, ...] = ()  # of a job with several worlds; `rank` is then the number in the job
     dated: bool = False  # `written_ns` is the modification time of the file, which may be a later copy
     start_ticks: int = 0  # start time of the process, which distinguishes it from another one with its pid
+    taken_ns: int = 0  # when a black box was copied while its process was running
 
     @property
     def name(self) -> str:

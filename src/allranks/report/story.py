@@ -219,12 +219,12 @@ def rank_evidence(
 
 
 def _sources(incident: Incident) -> dict[int, Source]:
-    """The code of the guilty ranks, by rank, where its file is on this machine."""
+    """The code where the guilty ranks are, by rank, where its file is on this machine: of several stacks the first is the newest."""
     found: dict[int, Source] = {}
     for ranks, frames in incident.verdict.stacks if incident.verdict is not None else ():
         if set(ranks) & set(incident.ranks):
             code = read_source(frame_lines((f.name, f.file, f.line) for f in frames))
-            found |= {} if code is None else dict.fromkeys(ranks, code)
+            found = found if code is None else dict.fromkeys(ranks, code) | found
     return found
 
 
@@ -252,6 +252,15 @@ def _call(trace: RankTrace, index: int) -> str:
     return clean(f"{name} of {group.desc or group.name or 'a group'}: {state}{at}")
 
 
+def _of_script(stack: tuple[str, ...]) -> tuple[str, ...]:
+    """Without our own outermost frames, which start the script."""
+    ours = stack and stack[-1].rpartition("/")[2].startswith("rank_entry.py:")
+    begin = next(
+        (i for i, frame in enumerate(stack) if "__main__.py:" in frame and frame.endswith(" in _run")), 0
+    )
+    return stack[:begin] if ours and begin else stack
+
+
 _Key = tuple[bool, str, str, str, tuple[str, ...]]
 
 
@@ -261,7 +270,7 @@ def _groups(incident: Incident) -> list[tuple[_Key, list[int]]]:
     for rank, facts in ranks.items():
         cause, where, evidence = (str(facts.get(name) or "") for name in ("cause", "where", "evidence"))
         frames = facts.get("stack")
-        stack = tuple(str(frame) for frame in frames) if isinstance(frames, list | tuple) else ()
+        stack = _of_script(tuple(map(str, frames)) if isinstance(frames, list | tuple) else ())
         key = (int(rank) in incident.ranks, cause.replace("_", " "), where, evidence, stack)
         same.setdefault(key, []).append(int(rank))
     return sorted(same.items(), key=lambda item: (not item[0][0], min(item[1])))
