@@ -272,6 +272,7 @@ Each test makes the place fail. Those of the recorder's hooks and of its ends co
 | private names of torch that are missing, take other arguments or raise | the log names what is lost | `tests/record/test_failing_hooks.py`, `tests/record/test_versions.py` |
 | a backend or group class of another library | it is left alone, and recorded as far as that is possible | `tests/record/test_any_backend.py` |
 | the black box: its folder, its space, its descriptors | recording is off, with one warning | `tests/record/test_never_breaks.py`, `tests/record/test_odd_machines.py` |
+| a black box that another process cuts short | its records are lost; the rank continues | `tests/record/test_survives.py` |
 | progress marks and phases; the hook of exceptions; handlers of exits, forks and garbage collections | the program continues, with its own exit code and its own traceback | `tests/record/test_failing_ends.py` |
 | the import hooks of `allranks run` and of `ALLRANKS_RECORD=auto` | the program starts without them | `tests/record/test_auto.py` |
 | the start of a script by `allranks run` | it runs as Python itself runs it | `tests/record/test_like_python.py` |

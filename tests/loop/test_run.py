@@ -111,6 +111,16 @@ def test_mistakes_get_one_clear_sentence(
     assert message in capsys.readouterr().err
 
 
+def test_what_the_user_has_set_about_the_store_of_the_launcher_stays(tmp_path: Path) -> None:
+    """A script may talk through that store; by default rank 0 has one of its own."""
+    script = tmp_path / "train.py"
+    script.write_text("import os; print(os.environ['TORCHELASTIC_USE_AGENT_STORE'])")
+    command = [sys.executable, "-m", "allranks", "run", "--standalone", "--no-lighthouse", str(script)]
+    env = {**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert "True" in ended.stdout, ended.stderr
+
+
 def test_a_failure_is_one_where_signals_of_children_are_ignored(tmp_path: Path) -> None:
     """Anyone who starts us may have ignored SIGCHLD. The kernel keeps no exit codes then, and Python reads them as 0."""
     script = tmp_path / "train.py"

@@ -56,7 +56,7 @@ class Launch:
 def launch(job: Launch) -> int:
     """Runs the job under torchrun's agent; returns the exit code."""
     require("torch", feature="allranks run", extra="torch")
-    os.environ.update({**_FIXES, **job.environment, "ALLRANKS_AGENT_PID": str(os.getpid())})
+    os.environ.update({**_FIXES, **os.environ, **job.environment, "ALLRANKS_AGENT_PID": str(os.getpid())})
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
