@@ -16,8 +16,18 @@ from tests.stacks.test_process_tree import look_at, running
 from allranks.cli import main
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.diagnosis.processes import find_waits
-from allranks.model.stacks import Process, ProcessCapture, StackFrame, ThreadFacts, ThreadLook, WaitFor
+from allranks.model.stacks import (
+    Process,
+    ProcessCapture,
+    Snapshot,
+    StackFrame,
+    ThreadFacts,
+    ThreadLook,
+    ThreadStack,
+    WaitFor,
+)
 from allranks.stacktraces.asked import Surroundings
+from allranks.stacktraces.patterns import load_patterns
 from allranks.stacktraces.procfs import ProcessEntry
 from allranks.stacktraces.roles import give_roles, load_roles
 from allranks.stacktraces.views import ThreadView, is_busy, view_process
@@ -524,22 +534,58 @@ def test_a_server_outside_the_tree_takes_no_name_from_it() -> None:
     assert (named[7], named[9]) == ("driver", "subprocess of driver") and named[4] != "driver", named
 
 
-AWAITS = "async def generate(slot):\n    return await slot\n"
+LIBRARY = "/venv/lib/python3.12/site-packages/"
+WEB = StackFrame("RequestHandler.start", f"{LIBRARY}aiohttp/web_protocol.py", 600)
+READS = StackFrame("WebSocketResponse.receive", f"{LIBRARY}aiohttp/web_ws.py", 500)
 
 
-@pytest.mark.parametrize(("inner", "says"), [((), "awaits slot"), (("_request",), "waits for the answer")])
-def test_a_handler_of_aiohttp_that_awaits_its_own_future_asks_no_server(
-    inner: tuple[str, ...], says: str
+@pytest.mark.parametrize(
+    ("inner", "line", "wait"),
+    [
+        ((), "await slot", ("event", "awaits slot", True)),
+        (
+            (StackFrame("_request", f"{LIBRARY}aiohttp/client.py", 700),),
+            "await session.get()",
+            ("answer", "waits for the answer to its request", True),
+        ),
+        (
+            (StackFrame("read", f"{LIBRARY}aiohttp/streams.py", 600), READS),
+            "await ws.receive()",
+            ("event", "waits for the next message of its client", True),
+        ),
+        (
+            (StackFrame("read", f"{LIBRARY}aiohttp/streams.py", 600), READS),
+            "async for one in ws:\n        print(one)",
+            ("event", "waits for the next message of its client", False),
+        ),
+    ],
+)
+def test_a_library_is_the_client_only_below_the_line_of_a_handler(
+    inner: tuple[StackFrame, ...], line: str, wait: tuple[str, str, bool]
 ) -> None:
-    """The library is the handler's server there; only below its line it is a client."""
-    library = "/venv/lib/python3.12/site-packages/aiohttp/"
-    asks = [StackFrame(name, f"{library}client.py", 700) for name in inner]
-    serves = StackFrame("RequestHandler.start", f"{library}web_protocol.py", 600)
-    frames = (*asks, StackFrame("generate", "/job/engine.py", 2), serves)
+    """aiohttp has called the handler; what the handler calls says for what it waits."""
+    frames = (*inner, StackFrame("generate", "/job/engine.py", 2), WEB)
     capture = ProcessCapture(0, None, 7, "a", "python engine.py")
-    around = Surroundings(view_process(capture), (), {}, lambda file: AWAITS)
+    text = f"async def generate(slot, session, ws):\n    {line}\n"
+    around = Surroundings(view_process(capture), (), {}, lambda file: text)
     (task,) = (one for one in look_at_threads(around, [(frames, None)]) if one.task)
-    assert says in task.wait.says, task.wait
+    assert (task.wait.kind, task.wait.says, task.wait.strong) == wait
+
+
+@pytest.mark.parametrize("line", ["lock.acquire()", "with store.lock(name):\n        pass"])
+def test_a_lock_that_a_library_asks_for_again_and_again_is_waited_for(line: str) -> None:
+    """A lock in Redis: that was "in code that waits for no other process"."""
+    asks = StackFrame("Lock.acquire", f"{LIBRARY}redis/lock.py", 220)
+    frames = (asks, StackFrame("handle", "/job/engine.py", 2))
+    facts = (ThreadFacts(7, state="S", syscall="clock_nanosleep", args=(1, 1), wait_s=0.1),) * 2
+    shots = tuple(
+        Snapshot(n, float(n), (ThreadStack(7, "MainThread", frames),), facts[n : n + 1]) for n in (0, 1)
+    )
+    capture = ProcessCapture(0, None, 7, "a", "python engine.py", shots)
+    text = f"def handle(lock, store):\n    {line}\n"
+    around = Surroundings(view_process(capture), load_patterns(), {}, lambda file: text, seconds=5.0)
+    (thread,) = look_at_threads(around)
+    assert thread.wait.kind == "lock" and thread.wait.says.startswith("waits to acquire "), thread.wait
 
 
 THREADS = """

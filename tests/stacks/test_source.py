@@ -177,3 +177,7 @@ def serve():
 @pytest.mark.parametrize(("line", "loop"), [(4, 3), (7, 6), (10, 6), (14, 0), (18, 0)])
 def test_a_loop_that_ends_by_an_answer_is_told_from_one_that_runs_for_ever(line: int, loop: int) -> None:
     assert source.retry_loop(RETRIES, line) == loop
+
+
+def test_a_limit_around_a_wait_is_not_what_is_waited_for() -> None:
+    assert source.waited_object("got = await asyncio.wait_for(jobs.get(), 30)\n", 1) == ("jobs", "get")

@@ -79,11 +79,12 @@ class _Finder:
         never blocks is written by signal handlers."""
         links = [one for one in unit.process.links if one.end in unit.thread.wait.ends and one.side == "read"]
         near = [p for one in links for p in self.ends.get(one.peer, ())]
+        if not near or not all(any(self._on_same_side(p, one, unit) for one in links) for p in near):
+            return False
         others = (t for p in near for t in p.threads if not set(unit.thread.wait.ends) & set(t.wait.ends))
         peers = {one.peer for one in links}
         signals = any(x.owner == "signals" for p in near for x in p.links if x.end in peers)
-        reads = bool(near) and all(any(self._on_same_side(p, one, unit) for one in links) for p in near)
-        return reads and not signals and all(t.wait.kind == "idle" and not t.moved for t in others)
+        return not signals and all(t.wait.kind == "idle" and not t.moved for t in others)
 
     def _targets(self, number: int) -> Iterable[int]:
         unit = self.units[number]

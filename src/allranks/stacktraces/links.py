@@ -52,6 +52,7 @@ class LinkReader:
     def __init__(self, node: str) -> None:
         self._node = node
         self._open: dict[int, _OpenFiles] = {}
+        self._never_block: dict[str, bool] = {}  # pipes, while one look lasts: forked processes share them
 
     def read_volumes(self, pids: Sequence[int]) -> dict[str, int]:
         """Bytes that went over each connection so far, by its end."""
@@ -67,6 +68,7 @@ class LinkReader:
         for space, table in tables.items():
             for one in (one for inode, one in table.items() if inode < 0):
                 waiting.setdefault((space, one.port), []).append(one)
+        self._never_block.clear()
         self._open = {pid: self._files(pid) for pid in pids}
         found: dict[int, tuple[ProcessLink, ...]] = {}
         for pid in pids:
@@ -83,7 +85,7 @@ class LinkReader:
     def _files(self, pid: int) -> _OpenFiles:
         turns, known = turns_of_threads(pid), self._open.get(pid)
         same = known is not None and turns and known.turns == turns
-        return known if known is not None and same else _read_files(pid, turns, self._node)
+        return known if known is not None and same else _read_files(pid, turns, self._node, self._never_block)
 
 
 def _tables(pids: Sequence[int], node: str) -> dict[str, dict[int, Socket]]:
@@ -199,7 +201,7 @@ def _unix(row: bytes, scope: str) -> Iterable[Socket]:
         )
 
 
-def _read_files(pid: int, turns: dict[int, int], node: str) -> _OpenFiles:
+def _read_files(pid: int, turns: dict[int, int], node: str, never_block: dict[str, bool]) -> _OpenFiles:
     links, sockets = [], []
     owners = _library_sockets(pid)
     for fd, target, mode in _descriptors(pid):
@@ -210,7 +212,9 @@ def _read_files(pid: int, turns: dict[int, int], node: str) -> _OpenFiles:
             # a FIFO that is open for both is read, as far as one can tell
             for side, other, bit in (("write", "read", 0o200), ("read", "write", 0o400)):
                 if mode & bit:
-                    owner = "signals" if side == "write" and _never_blocks(pid, fd) else ""
+                    if side == "write" and target not in never_block:
+                        never_block[target] = _never_blocks(pid, fd)
+                    owner = "signals" if side == "write" and never_block[target] else ""
                     links.append(
                         ProcessLink(fd, "pipe", f"{pipe} {side}", f"{pipe} {other}", side, owner=owner)
                     )

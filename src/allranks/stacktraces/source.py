@@ -89,11 +89,16 @@ def asked_lock(text: str, line: int) -> str:
         if isinstance(one, ast.With | ast.AsyncWith) and one.body and line < one.body[0].lineno:
             at = [i for i in one.items if _covers(i.context_expr, line)]
             names = [ast.unparse(item.context_expr) for item in at or one.items]
-            return next((n for n in names if any(word in n.lower() for word in _LOCKS)), names[0])
+            return next((n for n in names if names_lock(n, "")), names[0])
         for value, method in _method_calls(one, line):
             if method == "acquire":
                 return ast.unparse(value)
     return ""
+
+
+def names_lock(text: str, method: str) -> bool:
+    """Whether an expression that a line enters or acquires is a lock by its name or its method."""
+    return bool(text) and (method == "acquire" or any(word in text.lower() for word in _LOCKS))
 
 
 def _covers(node: ast.expr | ast.stmt, line: int) -> bool:
@@ -175,6 +180,8 @@ def takes_work(text: str, line: int) -> bool:
     last = loops[-1] if loops else None
     if isinstance(last, ast.For) and isinstance(last.iter, ast.Call) and _covers(last.iter, line):
         return _last_word(last.iter.func) == "iter" and len(last.iter.args) == 2
+    if isinstance(last, ast.AsyncFor):
+        return _covers(last.iter, line) and line < last.body[0].lineno
     loop = last if isinstance(last, ast.While) else None
     if loop is not None and _covers(loop.test, line) and isinstance(loop.test, ast.NamedExpr):
         return True
@@ -267,7 +274,7 @@ def waited_object(text: str, line: int) -> tuple[str, str]:
             if isinstance(node, ast.Await) and _covers(node, line)
         ]
         for name, method in calls:
-            if name and method in _ENDED_BY:
+            if name and name != "asyncio" and method in _ENDED_BY:
                 return name, method
         if one.lineno == line:
             break

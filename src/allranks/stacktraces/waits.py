@@ -70,6 +70,9 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
         wait = WaitFor("idle", "waits for its next work")
     elif limit is not None and any_matches(frames[:1], "sleep@asyncio/tasks.py"):
         wait = WaitFor("sleep", f"sleeps {limit:g} s")
+    elif any_in_row(asked.called, "requests"):
+        takes = asked.ask(source.takes_work, False)
+        wait = WaitFor("event", _NEXT_MESSAGE, setters=("clients",), strong=not takes)
     elif any_in_row(asked.called, "http"):
         wait = WaitFor("answer", "waits for the answer to its request")
     elif any_matches(frames[:4], "drain@asyncio/streams.py"):
@@ -138,6 +141,7 @@ def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
     )
 
 
+_NEXT_MESSAGE = "waits for the next message of its client"
 #: Waits at the head of a loop that are for the next work.
 _TAKES = frozenset({"answer", "socket", "pipe", "queue"})
 
@@ -168,7 +172,10 @@ def _find_wait(a: Asked, serving: int | None, handles: bool) -> WaitFor:
     match = match_thread(a.around.patterns, a.thread, a.around.view)
     cause, operation = (match.pattern.cause, match.operation) if match is not None else ("unknown", "")
     a = replace(a, cause=cause, operation=operation)
-    rules = (_by_torch, _by_ray, _by_child, _by_shared, _by_lock, _by_thread, _by_links, _by_sleep)
+    rules = (
+        *(_by_torch, _by_ray, _by_child, _by_shared, _by_lock, _by_thread, _by_links),
+        *(_by_library_lock, _by_sleep),
+    )
     found = next((wait for rule in rules if (wait := rule(a)) is not None), None)
     return found or WaitFor("work", _WORK.get(cause, "is in code that waits for no other process"))
 
@@ -289,7 +296,7 @@ def _by_thread(a: Asked) -> WaitFor | None:
     if any_in_row(near, "rpc"):
         return None
     if any_in_row(near, "requests"):
-        return WaitFor("event", "waits for the next message of its client", setters=("clients",))
+        return WaitFor("event", _NEXT_MESSAGE, setters=("clients",))
     if any_in_row(near, "join"):
         return WaitFor("thread", "waits for a thread to end", key=_self_of(a, 5, "join"))
     if any_in_row(near, "future"):
@@ -342,7 +349,9 @@ def _left_s(a: Asked) -> float | None:
 def _renews(a: Asked) -> bool:
     """Whether its wait has ended meanwhile, and begun anew."""
     last, first = a.now.left_s, a.thread.facts[0].left_s if a.thread.facts else None
-    return last is not None and first is not None and last > first - a.around.seconds / 2
+    if last is None or first is None:
+        return False
+    return first < a.around.seconds or last > first - a.around.seconds / 2
 
 
 def _supervises(a: Asked) -> bool:
@@ -373,6 +382,12 @@ def _by_links(a: Asked) -> WaitFor | None:
     if client or a.cause == "request_wait" or any_in_row(a.frames[:6], "zmq"):
         return WaitFor("answer", f"waits for {what}", operation="" if client else "zmq")
     return None
+
+
+def _by_library_lock(a: Asked) -> WaitFor | None:
+    """A lock that lies elsewhere, in a database: the library asks for it again and again."""
+    named = bool(a.called) and source.names_lock(a.lock, a.waited[1])
+    return WaitFor("lock", f"waits to acquire {a.lock}", lock=a.lock) if named else None
 
 
 def _by_sleep(a: Asked) -> WaitFor | None:
