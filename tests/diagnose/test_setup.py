@@ -261,3 +261,15 @@ def test_a_world_larger_than_the_number_of_processes_is_told_with_both_numbers()
     result = _joining(*[(met, IN_INIT)] * 3)
     sentence = verdict_of(result).sentence
     assert "world_size is 4 (train.py:7)" in sentence and "3 processes" in sentence, sentence
+
+
+def test_what_the_environment_said_is_told_only_where_other_ranks_kept_to_it() -> None:
+    """With init_method=file:// no rank meets where its environment says: that explains nothing."""
+    files = [Rendezvous(path, 3) for path in ("/tmp/meet", "/tmp/meet", "/tmp/meetx")]
+    verdict = expect(_joining(*((met, IN_INIT) for met in files)), "setup_mismatch", 2)
+    assert not any("the environment" in text for text in verdict.evidence), verdict.evidence
+    port = [Rendezvous(address, 3) for address in (HERE, HERE, THERE)]
+    kept = expect(
+        _joining(*((met, IN_INIT) for met in port), launched=Rendezvous(HERE, 3)), "setup_mismatch", 2
+    )
+    assert any("the environment of rank 2" in text for text in kept.evidence)

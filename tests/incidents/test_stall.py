@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from allranks.incidents.folder import open_incident
+from allranks.incidents.hangs import HangCase
 from allranks.incidents.pipeline import WatchOptions
 from allranks.incidents.stall import (
     POLL_S,
@@ -383,6 +386,15 @@ def test_a_rank_without_a_python_frame_is_not_said_to_run_python() -> None:
     bare = RankState(1, "busy_python", "", "native code")
     found = [replace(look, report=replace(look.report, ranks={1: bare})) for look in found if look.report]
     assert describe_pause(found) == "rank 1 has no Python frames: it starts, exits or could not be read"
+
+
+def test_a_stall_that_was_never_sampled_has_no_duration(tmp_path: Path) -> None:
+    """A rank ended before the first sample: "stalled for 0 ms" is not true."""
+    opened = open_incident(tmp_path, kind="stall", job="j", reason="silent")
+    case = HangCase(opened, frozenset())
+    assert case.stalled == "stalled"
+    case.looks.extend(looks("sleep", quiet_s=15))
+    assert case.stalled == "stalled for 15 s: rank 1 sleeps at train.py:10 in load"
 
 
 def test_the_longest_pause_of_a_job_moves_its_limit() -> None:

@@ -128,7 +128,7 @@ def _apart(
     rest = tuple(sorted(set(meeting) - set(odd)))
     line, named = meeting[odd[0]].line, odd if sure > UNTOLD else ()
     said = {rank: f"{aspect.name} {aspect.shown(met)}" for rank, met in sorted(meeting.items())}
-    wrong = [rank for rank in changed if rank in odd][:1]
+    wrong = [rank for rank in changed if rank in odd and not set(rest) <= set(changed)][:1]
     found = context.root(
         "apart",
         odd,

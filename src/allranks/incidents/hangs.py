@@ -67,7 +67,8 @@ class HangCase:
         """The stall in a sentence."""
         quiet_s = max((look.quiet_s for look in self.looks), default=0.0)
         what = describe_pause(self.looks)
-        return f"stalled for {duration(quiet_s)}" + (f": {what}" if what else "")
+        lasted = f" for {duration(quiet_s)}" if self.looks else ""
+        return f"stalled{lasted}" + (f": {what}" if what else "")
 
     def prolong(self, quiet_s: float) -> None:
         """Writes how long the hang has lasted, every LASTED_S."""
