@@ -135,7 +135,7 @@ def test_a_batch_that_ended_just_before_the_dump_is_no_hang(tmp_path: Path) -> N
         _change(folder, rank, _end_with_a_batch)
     _change(folder, 0, _just_ended)
     loaded = load_paths([str(folder)])
-    assert "taken as unfinished" in next(note.note for note in loaded.files if note.rank == 0)
+    assert "treated as unfinished" in next(note.note for note in loaded.files if note.rank == 0)
     assert _answer(_diagnose(folder)) == OK
 
 

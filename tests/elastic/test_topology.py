@@ -53,7 +53,7 @@ def test_too_small_a_world_is_refused_in_the_documented_words() -> None:
         ElasticJob(limits=Limits(2, 4)).on_topology_change(4, 1, rank=0)
     assert str(caught.value) == "Topology change (4 -> 1 workers) failed: World size below min_nodes"
     assert (caught.value.old_world_size, caught.value.new_world_size) == (4, 1)
-    assert "elastic.min_nodes asks for 2" in caught.value.hint
+    assert "elastic.min_nodes requires 2" in caught.value.hint
 
 
 def test_a_change_without_any_checkpoint_is_refused_but_a_first_start_is_fresh() -> None:

@@ -102,7 +102,7 @@ def test_a_rank_without_a_dump_is_said_not_raised(capsys: pytest.CaptureFixture[
 def test_damaged_files_are_named_and_the_rest_is_analysed(capsys: pytest.CaptureFixture[str]) -> None:
     """A truncated file costs one line."""
     code, lines = frtrace(capsys, str(CASES / "broken_dumps/truncated_file"))
-    assert code == 0 and lines[0].startswith("trace_3: cut short")
+    assert code == 0 and lines[0].startswith("trace_3: truncated")
 
 
 def test_filters_work_without_j(capsys: pytest.CaptureFixture[str]) -> None:

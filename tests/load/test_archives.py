@@ -217,7 +217,7 @@ def test_headers_of_headers_are_a_damaged_archive(tmp_path: Path) -> None:
 
 def test_a_url_of_another_kind_is_answered_with_those_that_are_read() -> None:
     """One sentence."""
-    with pytest.raises(InputError, match="that begin with s3, s3a, gs, az"):
+    with pytest.raises(InputError, match="URLs with s3, s3a, gs, az"):
         load_paths(["ftp://host/dumps"])
 
 

@@ -109,7 +109,7 @@ def test_the_newest_attempt_counts_and_the_others_are_named(tmp_path: Path) -> N
 def test_an_attempt_that_is_not_there_is_an_error_with_the_choice(tmp_path: Path) -> None:
     """The message names the attempts that are."""
     write(tmp_path / "attempt_4/trace_0", 10**18)
-    with pytest.raises(InputError, match="no attempt 2 here; found 4"):
+    with pytest.raises(InputError, match="no attempt 2; found 4"):
         load_paths([str(tmp_path)], LoadOptions(attempt=2))
 
 

@@ -47,7 +47,7 @@ sys.exit(int(end))
 
 FAULTS = {
     "side_thread.SideThread._note_exception": "raises",
-    "side_thread.SideThread._leave": "0",
+    "side_thread.SideThread._close": "0",
     "side_thread.SideThread._dump": "raises",
     "recorder.Recorder.abandon_in_child": "0",
     "recorder.Recorder.close": "3",

@@ -215,7 +215,7 @@ def _refused() -> None:
 FAULTS: dict[str, Fault] = {
     # methods of ProcessGroup, Backend and Work
     "group": _breaks(hook.Hook, "group"),
-    "meet": _breaks(hook.Hook, "_meet"),
+    "meet": _breaks(hook.Hook, "_add_group"),
     "sizes": _breaks(hook.Hook, "_shapes"),
     "read": _breaks(hook.Hook, "_read"),
     "collective": _breaks(hook.Hook, "_collective"),
@@ -239,8 +239,8 @@ FAULTS: dict[str, Fault] = {
     "writer": _breaks(recorder, "CallWriter"),
     "hook": _breaks(hook.Hook, "install"),
     "side thread": _breaks(side_thread.SideThread, "start"),
-    "joins": _breaks(recorder.Recorder, "_joins"),
-    "met": _breaks(recorder.Recorder, "_met_group"),
+    "joins": _breaks(recorder.Recorder, "_on_rendezvous"),
+    "met": _breaks(recorder.Recorder, "_on_group_created"),
     "step": _breaks(recorder.phases, "begin"),
     "more arguments": _calls_with_more,
     # private names of torch that changed or are gone
