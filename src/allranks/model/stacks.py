@@ -26,7 +26,7 @@ CAUSES = (
 #: Waits for other ranks or for the device.
 WAITS = frozenset({"collective_wait", "p2p_wait", "store_wait", "rendezvous_wait", "cuda_wait"})
 
-#: What a rank does, for a sentence.
+#: The activity of a rank, as part of a sentence.
 VERBS = {
     "sleep": "sleeps",
     "collective_wait": "waits",
@@ -58,7 +58,7 @@ VERBS = {
     "healthy": "makes progress",
     "unknown": "does something unknown",
 }
-#: The same of a rank that may still move: not stuck, not a loop.
+#: The same for a rank that may still make progress.
 PLAIN_VERBS = {
     **VERBS,
     "busy_python": "runs Python code",

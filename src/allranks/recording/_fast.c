@@ -60,8 +60,8 @@ static int64_t now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* The mapped files of the rings. Somebody may cut a file short, and its disk may fail: then the next store into it raises SIGBUS.
- * The box becomes plain memory, in which nobody reads, and the rank continues. Any other SIGBUS is for the handler before ours. */
+/* The mapped files of the rings. If a file is truncated or its disk fails, the next store into it raises SIGBUS. The mapping is
+ * then replaced by anonymous memory, and the rank continues. Any other SIGBUS goes to the previous handler. */
 enum { MAPPED = 8 };
 static struct {
     char *_Atomic start;
