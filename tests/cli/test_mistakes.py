@@ -224,7 +224,7 @@ def test_ctrl_c_names_the_line_of_the_script(tmp_path: Path) -> None:
     """Inside of torch's backward it named graph.py of torch."""
     script = tmp_path / "train.py"
     script.write_text(
-        "import _thread, threading, time\nthreading.Timer(1, _thread.interrupt_main).start()\nthreading.Event().wait(600)\n"
+        "import os, threading\nthreading.Timer(1, lambda: os.kill(os.getpid(), 2)).start()\nthreading.Event().wait(600)\n"
     )
     entry = Path(rank_entry.__file__)
     done = subprocess.run([sys.executable, str(entry), str(script)], capture_output=True, text=True, env={**os.environ, "ALLRANKS_DIR": str(tmp_path)})  # fmt: skip
