@@ -206,7 +206,7 @@ def test_who_was_killed_comes_before_those_that_ended_after_it() -> None:
     failed = process(2, alive=False, ended="exit code 1")
     killed = process(3, alive=False, ended="killed by SIGKILL")
     assert answer(polls) == ("unclear", set())
-    assert answer(polls, failed) == ("stuck", {(2, 0)})
+    assert answer(polls, failed) == ("stuck", {(1, 17), (2, 0)})
     assert answer(polls, failed, killed) == ("stuck", {(3, 0)})
     moving = process(4, thread(1, "work", 8, moved=True))
     assert answer(polls, failed, moving)[0] == "moving"

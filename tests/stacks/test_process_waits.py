@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -760,3 +761,14 @@ def test_a_thread_that_was_once_about_to_run_is_not_busy(ticks: int, busy: bool)
     """On a full machine a thread that wakes up now and then is runnable for a while; it uses no CPU time."""
     facts = (ThreadFacts(7, state="R"), ThreadFacts(7, state="S", ticks=ticks))
     assert is_busy(ThreadView(7, "", True, (), None, facts), False, 5.0) is busy
+
+
+def test_a_process_of_torch_multiprocessing_is_named_after_its_function() -> None:
+    """Not after torch's own function below it."""
+    forked = _forked(4, "python -c from multiprocessing.spawn import", "_wrap", "learner")
+    (main,) = forked.threads
+    learner, wrap, run = main.frames
+    wrap = replace(wrap, file="/lib/python3.12/site-packages/torch/multiprocessing/spawn.py")
+    forked = replace(forked, threads=(replace(main, frames=(learner, wrap, run)),))
+    (one,) = give_roles([forked], {}, load_roles())
+    assert one.role == "learner"

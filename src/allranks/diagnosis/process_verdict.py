@@ -91,7 +91,8 @@ def _retries(look: JobLook, waits: Waits) -> ProcessFinding | None:
 
 def _dead(look: JobLook, dead: Sequence[Process], root: Root) -> ProcessFinding:
     guilty = tuple(Guilty(p.pid, p.name, wait=p.ended, node=p.node) for p in dead[:MAX_NAMED])
-    guilty += () if root.circle or root.polls else tuple(guilty_of(unit) for unit in root.units)
+    polls = root.polls and dead[0].ended.startswith("killed")  # for what the killed one would have made
+    guilty += () if root.circle or polls else tuple(guilty_of(unit) for unit in root.units)
     names = listed(f"{p.name} (pid {p.pid}) has ended: {p.ended}" for p in dead[:3])
     tail = describe_waiters(root)
     blocked = "; ".join(dict.fromkeys(describe(u) for u in root.units[:2] if u.active))

@@ -138,7 +138,8 @@ def _with_role(
         return replace(process, role="rank" if seen["function"] in ("", "_wrap") else seen["function"])
     said = role_of_command(process.title)
     plain = said if f".py {said}" in process.title else ""
-    name = seen["function"] or plain or _first_function(process) or ("driver" if root else said)
+    function = seen["function"] if seen["function"] != "_wrap" else ""  # torch.multiprocessing's own
+    name = function or plain or _first_function(process) or ("driver" if root else said)
     return replace(process, role=name.replace("_", " ").strip() or "process")
 
 
