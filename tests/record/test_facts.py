@@ -114,6 +114,25 @@ def test_a_rank_that_waits_in_init_process_group_says_so(folder: Path) -> None:
         assert (absent.progress.inside, absent.progress.setups) == ("", 0)
 
 
+def _group_of_two(rank: int, world: int) -> None:
+    recorder = allranks.record()
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    if rank == 1:
+        reached("waiting")
+        threading.Event().wait()
+    threading.Thread(target=_tell_when_inside, args=(recorder.box,), daemon=True).start()
+    dist.new_group([1, 0], use_local_synchronization=True)
+
+
+def test_a_rank_that_waits_in_new_group_says_for_which_members(folder: Path) -> None:
+    """And that these members alone make the group."""
+    with Ranks(_group_of_two, 2, backend=None) as ranks:
+        ranks.wait_for("waiting")
+    for found in _both(folder)[:1]:
+        waiting = found[0].progress
+        assert (waiting.inside, waiting.members, waiting.alone) == ("new_group", (0, 1), True)
+
+
 def _inner_group(rank: int, world: int) -> None:
     os.environ["ALLRANKS_RANK"], os.environ["ALLRANKS_WORLD_SIZE"] = str(4 + rank), "8"
     recorder = allranks.record()

@@ -322,7 +322,7 @@ class CallPair:
         if count > 1 and always and complete and self._of_one_line(int(usual[-1]), count):
             return self.differs(at, "skipped", count, 0.8, say("one_line", rank=rank, count=text))
         often = bool(((known[1:] == me) & (known[:-1] == me)).any())
-        if count > 1 and often and self.mine[at - 1] == me and self.their_lines[at]:
+        if always and count > 2 and often and self.mine[at - 1] == me and self.their_lines[at]:
             return None  # it makes this call several times in a row, and now once more; without lines it may be another one
         steps = self.their_steps
         usual_steps = steps[starts + count] - steps[starts - 1]
