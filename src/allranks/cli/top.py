@@ -72,7 +72,7 @@ def sort_rows(rows: Iterable[RankRow], by: str, view: JobView) -> list[RankRow]:
     return sorted(rows, key=lambda row: (row.host, row.rank) if by == "node" else ("", row.rank))
 
 
-class RankTable(DataTable[Text]):
+class RanksWidget(DataTable[Text]):
     """The table; its key for the stack is in the footer."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Stack")]
@@ -109,7 +109,7 @@ class Top(App[int]):
     def compose(self) -> ComposeResult:
         yield Static(id="line", markup=False)
         yield Input(placeholder="rank, node, or what it does", id="filter")
-        yield RankTable(cursor_type="row", zebra_stripes=False)
+        yield RanksWidget(cursor_type="row", zebra_stripes=False)
         yield VerticalScroll(Static(id="text", markup=False), id="pane")
         yield Static(id="incidents", markup=False)
         yield Footer()
