@@ -113,7 +113,7 @@ def test_the_shared_unsafe_pickle_is_read_without_running(tmp_path: Path) -> Non
         ("trace_0", b"\x80", "damaged", "truncated"),
         ("trace_0.gz", b"\x1f\x8b\x08garbage", "damaged", "compressed stream"),
         ("x.a0.r0.p1.box", b"ALLRANKS" + b"\xff" * 50, "damaged", "truncated in its header"),
-        ("x.a0.r0.p1.box", b"ALLRANKS" + b"\xff" * 5000, "damaged", "is not known"),
+        ("x.a0.r0.p1.box", b"ALLRANKS" + b"\xff" * 5000, "damaged", "is not supported"),
     ],
 )  # fmt: skip
 def test_what_is_no_dump_is_noted(tmp_path: Path, name: str, data: bytes, status: str, word: str) -> None:
