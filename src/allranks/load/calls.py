@@ -227,11 +227,10 @@ def read_calls(entries: list[Any], interner: Interner) -> tuple[np.ndarray, int]
         rows = list(map(_pick, entries))
         bad = 0
     except (KeyError, TypeError, IndexError):
-        usable = [entry for entry in entries if isinstance(entry, dict) and "profiling_name" in entry]
-        written = [key for key in _KEYS if usable and key in usable[0]]
-        whole = [
-            entry for entry in usable if all(key in entry for key in written)
-        ]  # the last one of a cut file is not
+        whole = [entry for entry in entries if isinstance(entry, dict) and "profiling_name" in entry]
+        written = [key for key in _KEYS if whole and key in whole[0]]
+        if whole and whole[-1] is entries[-1] and any(key not in whole[-1] for key in written):
+            whole.pop()  # the file is cut inside it
         rows = [tuple(map(entry.get, _KEYS)) for entry in whole]
         bad, entries = len(entries) - len(rows), whole
     calls = np.zeros(len(rows), CALL)
