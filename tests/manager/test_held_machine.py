@@ -295,6 +295,7 @@ def test_the_machine_finds_a_state_that_is_torn_too_early() -> None:
         run(TornAtTheBeginning, 200, shrink=False)
 
 
+@pytest.mark.everything
 def test_the_machine_finds_an_order_by_term(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was: a group that started over from step 0 won over the holder of more steps."""
     monkeypatch.setattr(plan_module, "by_age", lambda position: position)

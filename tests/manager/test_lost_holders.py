@@ -51,7 +51,10 @@ def wait_until_healed(cluster: Cluster, name: str, times: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("place", ["connecting", "sending state", "loading state"])
+LONG = [pytest.param(place, marks=pytest.mark.everything) for place in ("connecting", "loading state")]
+
+
+@pytest.mark.parametrize("place", ["sending state", *LONG])
 def test_a_state_outlives_the_death_of_the_member_that_was_to_replace_it(
     lighthouse: LighthouseProcess, place: str
 ) -> None:
