@@ -54,8 +54,9 @@ def test_a_restart_without_a_command_is_refused() -> None:
 
 
 @pytest.mark.skipif(find_pyspy() is None, reason="py-spy is not installed")
-def test_a_stuck_role_is_reported_and_its_command_is_run(tmp_path: Path) -> None:
-    """The command gets no chance to help here: it only leaves a mark."""
+@pytest.mark.parametrize("tree", [["--tree"], []], ids=["asked for", "several processes without ranks"])
+def test_a_stuck_role_is_reported_and_its_command_is_run(tmp_path: Path, tree: list[str]) -> None:
+    """The command gets no chance to help here: it only leaves a mark. Without --tree the driver was taken for rank 0."""
     job = tmp_path / "job.yaml"
     job.write_text("debug:\n  restart: ['reward=touch restarted']\n")
     words = [
@@ -63,7 +64,7 @@ def test_a_stuck_role_is_reported_and_its_command_is_run(tmp_path: Path) -> None
         "-m",
         "allranks",
         "watch",
-        "--tree",
+        *tree,
         "--no-progress",
         "4",
         "--interval",

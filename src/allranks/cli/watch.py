@@ -29,7 +29,8 @@ class WatchFlags:
     pid: tuple[int, ...] = option((), "watch this process and its children instead; repeatable", metavar="P")
     tree: bool = option(
         False,
-        "watch every process below it, whatever its role, and report when the job is stuck",
+        "watch every process below it, whatever its role, and report when the job is stuck; default for a job of several "
+        "processes without ranks",
         flags="--tree",
     )
     config: str = option(
@@ -76,6 +77,10 @@ def main(args: argparse.Namespace) -> int:
         guilty = [asdict(one) for one in found.guilty]
         show(done, "STUCK", found.sentence, state=found.state, guilty=guilty)
 
+    def watch_roles(reason: str) -> int:
+        _say(f"{reason}: the job has several processes and no ranks, so all of them are watched (--tree)")
+        return RoleSidecar(options, folder, _say, show_roles).continue_watch(sidecar, reason)
+
     folder = options.folder()
     try:
         check_folder(str(folder))
@@ -85,6 +90,7 @@ def main(args: argparse.Namespace) -> int:
         sidecar: Sidecar = RoleSidecar(options, folder, _say, show_roles)
     else:
         sidecar = Sidecar(options, folder, _say, show_ranks)
+        sidecar.on_several = watch_roles
     if words:
         sidecar.start_command(words)
     else:

@@ -48,6 +48,8 @@ _NO_ANSWER = (
     "nvidia-smi lists no GPU that they use)"
 )
 RESCAN_S = 5.0
+#: Command lines and names of helpers that a Python program starts for itself.
+_HELPER = re.compile(r"resource_tracker|semaphore_tracker|forkserver|compile_worker|^pt_data_")
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 ON_DEMAND = signal.SIGQUIT
 
@@ -123,6 +125,11 @@ class Sidecar:
         self._gpus: tuple[tuple[gpus.GpuUse, ...], ...] = ()  # the last two answers
         self._asked_ras_s = -RESCAN_S
         self._old: dict[int, object] = {}
+        self._several = False  # the job has several Python processes and no ranks
+        #: Continues the watch of such a job when a collection is due, whose reason it gets, and returns the exit code.
+        self.on_several: Callable[[str], int] | None = None
+        self._leave = ""  # that reason
+        self._due = ""  # the reason of a collection that is still to be made
 
     def start_command(self, words: Sequence[str]) -> None:
         """Starts the command on our standard streams. Signals that arrive meanwhile are forwarded too."""
@@ -145,6 +152,14 @@ class Sidecar:
             raise InputError(f"process {', '.join(map(str, missing))} does not run")
         self._roots = tuple(pids)
 
+    def continue_watch(self, other: Sidecar, reason: str) -> int:
+        """Collects at once, and watches the job of another sidecar, which still forwards the signals."""
+        self._child, self._roots = other._child, other._roots
+        if self._child is not None:
+            signal.signal(ON_DEMAND, self._request)
+        self._due = reason
+        return self.run()
+
     def run(self) -> int:
         """Watches to the end of the job; returns the command's exit code (128 + N for signal N), 0 without one."""
         if self._child is None:
@@ -159,16 +174,19 @@ class Sidecar:
                 except Exception as error:  # must not reach the job
                     self._say(f"sample failed: {type(error).__name__}: {error}")
                     log.debug("sample failed", exc_info=True)
+                if self._leave and self.on_several is not None:
+                    return self.on_several(self._leave)
                 self._pause()
         finally:
             self._release()
 
     def _sample(self, now: float) -> None:
         """One turn of the loop: observe, decide, collect."""
-        reason = self._decide(now, self._observe(now))
+        reason = self._decide(now, self._observe(now)) or self._due
         if self._requested:
             self._requested, reason = False, "asked for"
         if reason and (self.options.enabled or reason == "asked for"):
+            self._due = ""
             self._collect(reason)
 
     def _decide(self, now: float, samples: list[RankSample]) -> str:
@@ -294,12 +312,17 @@ class Sidecar:
         chosen = choose(ours, boxes, Selection(titles=(*RANK_TITLES, *self.options.patterns)), own_pid=own)
         if chosen:
             self._launchers |= {e.pid for e in ours}
+            self._several = False
             return chosen
         python = [
             e.pid for e in ours if e.python and e.pid not in self._launchers and not is_frontend(e.title)
         ]
         if not python:
             return []
+        roles = [
+            e for e in ours if e.pid in python and not (_HELPER.search(e.title) or _HELPER.match(e.comm))
+        ]
+        self._several = len(roles) > 1
         plain = [pid for pid in python if pid in self._roots] or python[:1]
         return choose(ours, boxes, Selection(pids=tuple(plain)), own_pid=own)
 
@@ -309,6 +332,9 @@ class Sidecar:
         self._targets = self._find()
         if not self._targets:
             self._say(f"{reason}: no rank was found")
+            return
+        if self._several and self.on_several is not None:
+            self._leave = reason
             return
         stamp, number = time.strftime("%Y%m%d-%H%M%S"), len(self.collections) + 1
         folder = self.folder / f"{stamp}-{number}-{re.sub(r'[^a-z0-9]+', '_', reason.lower())[:40]}"
