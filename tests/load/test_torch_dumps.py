@@ -197,7 +197,7 @@ def test_values_of_wrong_types_become_unknown(tmp_path: Path) -> None:
     ]
     trace = load_one(tmp_path, dump(odd))
     assert len(trace.calls) == 4
-    assert trace.notes == ("1 entries could not be read",)
+    assert trace.notes == ("1 entry could not be read",)
     assert sorted(trace.calls["seq"].tolist()) == [-1, 1, 2, 7]
 
 

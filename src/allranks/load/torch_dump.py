@@ -19,6 +19,7 @@ from allranks.load.calls import MAX_GROUPS, GroupTable, Interner, default_group,
 from allranks.load.regular import MIN_BYTES, Irregular, LayoutCache, shrink
 from allranks.load.sources import Unreadable
 from allranks.load.unpickle import MAX_CONTAINERS, read_pickle
+from allranks.model.formatting import count
 from allranks.model.trace import CALL, Flag, RankTrace, State, TraceHeader
 
 KNOWN_MAJOR, KNOWN_MINOR = 2, 10
@@ -60,7 +61,7 @@ def read_dump(
             if bad:
                 raise Irregular("entries without an operation")
             calls = expand(calls)  # raises Irregular when the number of entries is not the expected one
-        notes += [f"{bad} entries could not be read"] if bad else []
+        notes += [f"{count(bad, 'entry', 'entries')} could not be read"] if bad else []
         damaged = bad > 0
         pg_ids = pg_names(entries)
     else:

@@ -139,7 +139,8 @@ class Sidecar:
             self._child = subprocess.Popen(list(words))
         except OSError as error:
             self._release()
-            raise InputError(f"cannot start {words[0]!r}: {error.strerror}") from error
+            hint = "Give the command that starts the job, or --pid of one that already runs."
+            raise InputError(f"cannot start {words[0]!r}: {error.strerror}", hint=hint) from error
         self._roots = (self._child.pid,)
         early, self._early = self._early, None
         for number in early:
