@@ -307,6 +307,23 @@ async def test_who_has_older_steps_goes_on_when_a_member_does_not_come_back_afte
 
 
 @on_loop
+async def test_the_end_of_a_back_off_is_noticed_without_another_event() -> None:
+    """The next process of a silent member waits for its lease. A quorum of the others, formed meanwhile, left no timer for that."""
+    desk = Desk(heartbeat_timeout_s=0.1, presume_dead_s=0.2, join_timeout_s=0.1, start_grace_s=0.0)
+    crowd = {name: desk.enter(name) for name in ("a", "b")}
+    for name, (session, _) in crowd.items():
+        desk.service.join(session, Member(name))
+    await desk.settle()
+    desk.service._lose("b", "nothing heard", certain=False)
+    b, _ = desk.enter("b", session="b.2")
+    desk.service.join(b, Member("b"))
+    desk.service.join(crowd["a"][0], Member("a", step=1))
+    await until(lambda: crowd["a"][1].of(Quorum)[-1].names == ("a",))
+    await until(lambda: bool(crowd["a"][1].of(QuorumWanted)))
+    assert not desk.service.state.cooling and "b" in desk.service.state.asking
+
+
+@on_loop
 async def test_spares_are_told_and_used_when_a_member_dies() -> None:
     """They keep asking; no member is disturbed while nothing can change."""
     desk = Desk(max_replicas=2, grace_s=0.0)

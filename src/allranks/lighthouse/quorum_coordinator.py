@@ -189,7 +189,7 @@ class QuorumCoordinator:
         if self._left_out:
             self.soon()  # to probe them
         now = self.now()
-        self._plan(self.state.next_change(now) if self.state.asking else None, now)
+        self._plan(self.state.next_change(now), now)
 
     def _wait(self, decision: Wait, reason: str, now: float) -> None:
         self.waiting = "" if decision.rule == "nobody" else reason
