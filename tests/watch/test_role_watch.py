@@ -95,6 +95,8 @@ def test_a_stuck_role_is_reported_and_its_command_is_run(tmp_path: Path, tree: l
         assert json.loads((Path(told["folder"]) / "finding.json").read_text())["sentence"] == told["sentence"]
         assert "exit code 0" in next(line for line in watch.stderr if "restart" in line)
         assert (tmp_path / "restarted").exists()
+        watch.send_signal(signal.SIGINT)  # forwarded, also after the watch has changed
+        assert watch.wait(120) == 128 + signal.SIGINT
     finally:
         os.killpg(watch.pid, signal.SIGKILL)
         watch.communicate()
