@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -15,10 +16,13 @@ from allranks.etcd import Etcd
 
 
 class EtcdCluster:
-    """Nodes are children of this process; `kill(i)` and `start(i)` keep the data."""
+    """Nodes are children of this process; `kill(i)` and `start(i)` keep the data, which lies in memory: leases of a
+    second must not depend on a disk that others use.
+    """
 
     def __init__(self, folder: Path, size: int) -> None:
         self._folder = folder
+        self._data = tempfile.TemporaryDirectory(prefix="allranks-etcd-", dir="/dev/shm")
         self._held = [HeldPort() for _ in range(2 * size)]
         ports = [held.number for held in self._held]
         self._clients, self._peers = ports[:size], ports[size:]
@@ -36,7 +40,7 @@ class EtcdCluster:
         client, peer = f"http://127.0.0.1:{self._clients[index]}", f"http://127.0.0.1:{self._peers[index]}"
         with (self._folder / f"etcd-{index}.log").open("ab") as log:
             self.nodes[index] = subprocess.Popen(
-                ["etcd", "--name", f"n{index}", "--data-dir", str(self._folder / f"etcd-{index}"),
+                ["etcd", "--name", f"n{index}", "--data-dir", f"{self._data.name}/{index}",
                  "--listen-client-urls", client, "--advertise-client-urls", client,
                  "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
                  "--initial-cluster", cluster, "--initial-cluster-state", "new",
@@ -81,3 +85,4 @@ class EtcdCluster:
                 node.wait(20)
         for held in self._held:
             held.close()
+        self._data.cleanup()

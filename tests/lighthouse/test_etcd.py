@@ -63,7 +63,7 @@ class Replicas:
 
 def _pair(run_lighthouse: RunLighthouse, cluster: EtcdCluster) -> tuple[LighthouseProcess, LighthouseProcess]:
     """(leader, standby)."""
-    words = ("--etcd", cluster.endpoints, "--lease-s", "1", "--heartbeat-timeout-ms", "8000")
+    words = ("--etcd", cluster.endpoints, "--lease-s", "3", "--heartbeat-timeout-ms", "8000")
     first = run_lighthouse(*words)
     first.wait_log("leading in epoch")
     second = run_lighthouse(*words)
@@ -180,7 +180,7 @@ def test_two_lighthouses_that_start_together_agree_on_one_leader(
 ) -> None:
     """Exactly one wins; the other sends clients there."""
     cluster = etcd(1)
-    words = ("--etcd", cluster.endpoints, "--lease-s", "2")
+    words = ("--etcd", cluster.endpoints, "--lease-s", "10")
     both = [run_lighthouse(*words), run_lighthouse(*words)]
     eventually(lambda: any("leading in epoch 1" in each.log() for each in both))
     leaders = [each for each in both if "leading in epoch" in each.log()]

@@ -30,7 +30,7 @@ SLOW = """
     import multiprocessing, os, subprocess, tempfile, time
 
     def save(done):
-        with tempfile.TemporaryFile() as file:
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
             while True:
                 os.fsync(file.fileno()), file.write(b"x"), file.flush(), time.sleep(0.05)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.proc import settle
 
 from allranks.cli import main
 from allranks.cli.stacks import finding_json
@@ -38,7 +39,7 @@ from allranks.stacktraces.views import user_frame
 
 @contextmanager
 def running(folder: Path, text: str) -> Iterator[subprocess.Popen[str]]:
-    """A program that prints "ready" before it waits; it is killed with all that it started."""
+    """A program that prints "ready" before it waits, given after that; it is killed with all that it started."""
     script = folder / "job.py"
     script.write_text(textwrap.dedent(text))
     words = [sys.executable, "-u", str(script)]
@@ -48,6 +49,7 @@ def running(folder: Path, text: str) -> Iterator[subprocess.Popen[str]]:
         for line in job.stdout:
             if line.strip() == "ready":
                 break
+        settle(job.pid)
         yield job
     finally:
         os.killpg(job.pid, 9)

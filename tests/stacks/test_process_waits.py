@@ -460,8 +460,7 @@ FORKED = """
     import multiprocessing, time
 
     def generate(queue):
-        while True:
-            pass
+        while True: pass  # in one line: between two, the stack changes
 
     def judge(queue):
         time.sleep(3600)
