@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.lighthouse.messages import Hello, Probed, Refused
+from allranks.lighthouse.messages import Beat, Hello, Probed, Refused
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
@@ -259,6 +259,9 @@ class Job:
     formed: deque[tuple[float, int]] = field(default_factory=deque)
     committed_by: dict[str, list[str]] = field(default_factory=dict)  # name -> sessions, in order
     most_per_s: int = 0
+    known_step: int = (
+        0  # that an honest process has told the lighthouse, since the training began or started over
+    )
     _number: int = 0
 
     def __post_init__(self) -> None:
@@ -331,6 +334,9 @@ class Job:
         for process in self.processes:
             if process.runs and not process.cut and process.line is not None and process.line.peer is process:
                 self.service.heard(process.line)
+                if process.phase == "training" and not process.liar:
+                    self.service.beat(process.line, Beat(step=process.step))
+                    self.known_step = max(self.known_step, process.step)
                 process.lease_until = self.now + self.options.lease_s
             elif process.runs and not process.cut and process.line is None:
                 process.connect()
@@ -390,6 +396,10 @@ class Job:
             for member in members:
                 member.ask(broken=True)
             return
+        if plan.top == FRESH and quorum.reached < self.known_step - 1:
+            self.violations.append(
+                f"step 0 again after step {self.known_step}: the members hear of {quorum.reached}"
+            )
         for index in plan.healing:
             source = members[plan.sources_of(index)[0]]
             healer = members[index]
@@ -404,6 +414,7 @@ class Job:
             healer.step, healer.term, healer.history = source.step, source.term, source.history
         if any(member.phase != "forming" for member in members):
             return
+        self.known_step = 0 if plan.top == FRESH else self.known_step
         for member in members:
             member.failed_serves.clear()
             member.seen = max(member.seen, plan.term)

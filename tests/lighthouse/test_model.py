@@ -212,6 +212,10 @@ def _the_latest_group_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "by_age", lambda position: position)
 
 
+def _lost_steps_are_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.TrainingView, "begin_at", lambda *_: None)
+
+
 def _newcomers_are_not_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deciding, "find_unproved", lambda state: [])
     monkeypatch.setattr(coordinating, "find_unproved", lambda state: [])
@@ -271,6 +275,15 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Rules]] = {
     "A5 pace": (
         _no_pace,
         (("change", 0, "kill", 1.0), ("start", "b", "hasty", 0.05), ("start", "c", "hasty", 3.0)),
+    ),
+    "A9 nothing is said": (
+        _lost_steps_are_not_said,
+        (
+            ("start", "b", "", 8.0),
+            ("change", 0, "kill", 0.05),
+            ("change", 0, "kill", 1.0),
+            ("start", "c", "", 20.0),
+        ),
     ),
     "A8 order": (
         _the_latest_group_wins,
