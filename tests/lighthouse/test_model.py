@@ -17,7 +17,7 @@ from allranks.lighthouse.reach import Reach
 from allranks.lighthouse.state import QuorumState
 from allranks.manager import plan as planning
 
-from .simulated import Job, Process
+from .simulated import CUT_S, Job, Process
 
 MOST_PER_S = 20
 SETTLE_S = 150.0  # longer than every back-off
@@ -242,6 +242,23 @@ def test_members_do_not_stop_for_a_newcomer_that_they_cannot_reach(monkeypatch: 
     _newcomers_are_not_proved(monkeypatch)
     numbers, longest = play_unreachable_newcomer()
     assert numbers and longest > 1.0
+
+
+def test_a_newcomer_is_proved_again_when_members_have_lost_each_other() -> None:
+    """b was reached by all before the network changed; now c cannot reach it. A group with it would cost 2 s more."""
+    job = Job()
+    for name in "abcd":
+        job.start(name)
+    job.run(10.0)
+    job.cuts = {frozenset(("a.0", "b.0"))}
+    job.run(9.0)
+    assert [each.name for each in job.processes if each.phase != "training"] == ["b"]
+    job.cuts = {frozenset(("b.0", "c.0")), frozenset(("a.0", "d.0"))}
+    before, longest = job.service.state.number, 0.0
+    for _ in range(150):
+        job.run(0.1)
+        longest = max(longest, job.now - job.last_commit)
+    assert longest < CUT_S + 1.0 and job.service.state.number == before + 1
 
 
 def play_hasty(seconds: float) -> int:

@@ -97,12 +97,16 @@ class Reach:
         asked.update(found)
         return found
 
-    def forget(self, session: str) -> None:
-        self.unserved.discard(session)
+    def doubt(self, session: str) -> None:
+        """It must be proved again: the network has changed since."""
         for table in (self.proved, self.probing):
             table.pop(session, None)
             for others in table.values():
                 others.discard(session)
+
+    def forget(self, session: str) -> None:
+        self.unserved.discard(session)
+        self.doubt(session)
         for pair in [pair for pair in self.apart if session in pair]:
             del self.apart[pair]
 

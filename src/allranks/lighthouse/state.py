@@ -140,6 +140,10 @@ class QuorumState:
         replica = self.replicas[name]
         since = {each.session: each.since for each in self.replicas.values()}
         self.reach.report(now, replica.session, since.keys() & {*unreached, *unserved})
+        if name in self.members and not set(self._sessions.values()).isdisjoint(unreached):
+            # what cut members from each other may have cut newcomers off, too
+            for newcomer in self.asking.keys() - self.requesting_members.keys():
+                self.reach.doubt(self.asking[newcomer].session)
         # a report about a replica that was here earlier does not cost that replica its place
         self.reach.discredit(session for session in unserved if since.get(session, 0.0) > replica.since)
 
