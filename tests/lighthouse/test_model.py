@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -217,8 +219,8 @@ def _lost_steps_are_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _newcomers_are_not_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deciding, "find_unproved", lambda state: [])
-    monkeypatch.setattr(coordinating, "find_unproved", lambda state: [])
+    monkeypatch.setattr(deciding, "find_unproved", lambda now, state: [])
+    monkeypatch.setattr(coordinating, "find_unproved", lambda now, state: [])
 
 
 def play_unreachable_newcomer() -> tuple[int, float]:
@@ -244,21 +246,76 @@ def test_members_do_not_stop_for_a_newcomer_that_they_cannot_reach(monkeypatch: 
     assert numbers and longest > 1.0
 
 
+def pair(one: str, other: str) -> frozenset[str]:
+    return frozenset((f"{one}.0", f"{other}.0"))
+
+
+def watch_pause(job: Job, seconds: float) -> float:
+    """The longest time without a step."""
+    longest = 0.0
+    for _ in range(round(10 * seconds)):
+        job.run(0.1)
+        longest = max(longest, job.now - job.last_commit)
+    return longest
+
+
 def test_a_newcomer_is_proved_again_when_members_have_lost_each_other() -> None:
     """b was reached by all before the network changed; now c cannot reach it. A group with it would cost 2 s more."""
     job = Job()
     for name in "abcd":
         job.start(name)
     job.run(10.0)
-    job.cuts = {frozenset(("a.0", "b.0"))}
+    job.cuts = {pair("a", "b")}
     job.run(9.0)
     assert [each.name for each in job.processes if each.phase != "training"] == ["b"]
-    job.cuts = {frozenset(("b.0", "c.0")), frozenset(("a.0", "d.0"))}
-    before, longest = job.service.state.number, 0.0
-    for _ in range(150):
-        job.run(0.1)
-        longest = max(longest, job.now - job.last_commit)
-    assert longest < CUT_S + 1.0 and job.service.state.number == before + 1
+    job.cuts = {pair("b", "c"), pair("a", "d")}
+    before = job.service.state.number
+    assert watch_pause(job, 15.0) < CUT_S + 1.0 and job.service.state.number == before + 1
+
+
+def test_newcomers_that_cannot_reach_each_other_do_not_come_together() -> None:
+    """The members reach both. One joins, and the other when it can."""
+    job = Job()
+    for name in "abc":
+        job.start(name)
+    job.run(10.0)
+    job.cuts = {pair("d", "e")}
+    for name in "de":
+        job.start(name)
+    assert watch_pause(job, 30.0) < 1.0
+    assert [each.name for each in job.processes if each.phase != "training"] in (["d"], ["e"])
+    job.cuts.clear()
+    assert watch_pause(job, 70.0) < 1.0 and all(each.phase == "training" for each in job.processes)
+
+
+def play_partitions(seed: int) -> tuple[float, str]:
+    """The longest pause in four cuts between 3 to 6 processes, some of them soon after another, and which cut it was."""
+    choose, worst = random.Random(seed), (0.0, "")
+    job, names = Job(), "abcdef"[: choose.randint(3, 6)]
+    for name in names:
+        job.start(name)
+    job.run(8.0)
+    for _ in range(4):
+        if choose.random() < 0.5:
+            side = set(choose.sample(names, choose.randint(1, len(names) - 1)))
+            job.cuts = {pair(one, other) for one in side for other in set(names) - side}
+        else:
+            pairs = list(itertools.combinations(names, 2))
+            job.cuts = {pair(*each) for each in choose.sample(pairs, choose.randint(1, 2))}
+        worst = max(worst, (watch_pause(job, 10.0), str(sorted(map(sorted, job.cuts)))))
+        job.cuts.clear()
+        job.run(choose.choice((0.0, 0.2, 1.0, 3.0, 10.0)))
+    assert not job.violations
+    return worst
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 5000), marks=pytest.mark.soak)], ids=["some", "many"]
+)
+def test_no_partition_stops_all_for_long(seeds: range) -> None:
+    """In simulated time, so that none of the pauses is the machine's."""
+    longest, cuts, seed = max((*play_partitions(seed), seed) for seed in seeds)
+    assert longest < STILL_S, f"{longest:.1f} s, seed {seed}: {cuts}"
 
 
 def play_hasty(seconds: float) -> int:

@@ -39,6 +39,7 @@ from allranks.model.formatting import count
 
 LATE_S = 5.0  # a replica that joins after the end waits this long for others to begin a new training with it
 _PROVERS = 64  # members that probe a newcomer; more would be too many connections
+_FELLOWS = 8  # newcomers that probe each other
 _NAMED = 8  # replicas that a reason names
 
 
@@ -190,7 +191,7 @@ def _choose(now: float, state: QuorumState, options: Options) -> tuple[Decision,
     shrink = bool(before) and any(member.shrink_only for member in asking)
     able = [member for member in asking if not shrink or member.replica in before]
     note = " (shrink only: no newcomers)" if shrink else ""
-    candidates = _connected(now, _proved(able, state, options), state)
+    candidates = _connected(now, _proved(now, able, state, options), state)
     if _lost_each_other(now, state):
         members = _connected(now, [m for m in able if m.replica in state.continuing], state)
         candidates = members if options.largest_size(len(members)) else candidates
@@ -215,20 +216,36 @@ def _choose(now: float, state: QuorumState, options: Options) -> tuple[Decision,
     return Form(tuple(chosen), spares, rule, left_out), reason + _apart(now, state, left_out) + note
 
 
-def find_unproved(state: QuorumState) -> list[Member]:
-    """Newcomers that may not join the training members before both sides have reached each other."""
-    if not state.has_newcomers:
-        return []
-    members = find_provers(state)
-    return [
-        replica.asking
-        for name, replica in state.asking.items()
-        if name not in state.continuing
-        and replica.asking is not None
-        and replica.probes
-        and (replica.asking.address or replica.asking.store)
-        and not state.reach.is_proved(replica.session, members)
-    ]
+@dataclass(frozen=True)
+class Unproved:
+    """A newcomer that must reach these sessions, and be reached by them, before it joins."""
+
+    member: Member
+    provers: tuple[str, ...]
+
+
+def find_unproved(now: float, state: QuorumState) -> list[Unproved]:
+    """Newcomers that may not join the training members yet. Newcomers that join together must reach each other, too; two
+    that cannot are left to the choice of the largest set."""
+    members = find_provers(state) if state.has_newcomers else []
+    found: list[Unproved] = []
+    fellows: list[str] = []
+    for name, replica in state.asking.items() if members else ():
+        member = replica.asking
+        if (
+            name in state.continuing
+            or member is None
+            or not replica.probes
+            or not (member.address or member.store)
+        ):
+            continue
+        apart = state.reach.apart_from(now, replica.session, fellows)
+        provers = (*members, *(one for one in fellows if one not in apart))
+        if not state.reach.is_proved(replica.session, provers):
+            found.append(Unproved(member, provers))
+        elif len(fellows) < _FELLOWS:
+            fellows.append(replica.session)
+    return found
 
 
 def find_provers(state: QuorumState) -> list[str]:
@@ -242,11 +259,11 @@ def find_provers(state: QuorumState) -> list[str]:
     return found
 
 
-def _proved(members: list[Member], state: QuorumState, options: Options) -> list[Member]:
+def _proved(now: float, members: list[Member], state: QuorumState, options: Options) -> list[Member]:
     """Drops newcomers not proved reachable, where the members of the last quorum can continue without them."""
     if not state.continuing:
         return members
-    unproved = {member.replica for member in find_unproved(state)}
+    unproved = {each.member.replica for each in find_unproved(now, state)}
     ready = [member for member in members if member.replica not in unproved]
     return ready if options.largest_size(len(ready)) else members
 
@@ -317,7 +334,7 @@ def find_why_out(now: float, state: QuorumState, name: str, here: dict[str, str]
         return f"cannot connect to {others}; next try in {next_s:.0f} s"
     if replica.session in state.reach.unserved:
         return "the state that it claims to hold could not be fetched"
-    if any(member.replica == name for member in find_unproved(state)):
+    if any(each.member.replica == name for each in find_unproved(now, state)):
         return f"not proved reachable yet by {listed(state.continuing)}"
     dialects = {other.asking.dialect for other in state.asking.values() if other.asking}
     mixed = len(dialects) > 1 or _other_dialect(state, replica.asking)
@@ -358,17 +375,20 @@ def find_joining(now: float, state: QuorumState) -> list[Member]:
     if not state.has_newcomers:
         return []
     members = [state.replicas[name].session for name in state.continuing] if state.reach.apart else []
-    unproved = {member.replica for member in find_unproved(state)}
-    return [
-        replica.asking
-        for name, replica in state.asking.items()
-        if replica.asking is not None
-        and name not in state.continuing
-        and name not in unproved
-        and replica.session not in state.reach.unserved
-        and not state.reach.apart_from(now, replica.session, members)
-        and not _other_dialect(state, replica.asking)
-    ]
+    unproved = {each.member.replica for each in find_unproved(now, state)}
+    found = []
+    for name, replica in state.asking.items():
+        if (
+            replica.asking is not None
+            and name not in state.continuing
+            and name not in unproved
+            and replica.session not in state.reach.unserved
+            and not state.reach.apart_from(now, replica.session, members)
+            and not _other_dialect(state, replica.asking)
+        ):
+            found.append(replica.asking)
+            members.append(replica.session)  # of two that cannot reach each other, one joins
+    return found
 
 
 def find_wanted(now: float, state: QuorumState, options: Options) -> str:

@@ -18,7 +18,6 @@ from allranks.lighthouse.decide import (
     decide,
     find_broken,
     find_joining,
-    find_provers,
     find_unproved,
     find_wanted,
 )
@@ -220,18 +219,18 @@ class QuorumCoordinator:
     def _probe_newcomers(self, now: float) -> None:
         """Asks members and newcomers to connect to each other, before any member stops training for a newcomer."""
         state, reach = self.state, self.state.reach
-        members = find_provers(state) if state.has_newcomers else []
-        if not members:
+        if not (unproved := find_unproved(now, state)):
             return
         by_session = {m.session: m for m in state.last.members} if state.last else {}
+        by_session |= {each.session: each.asking for each in state.asking.values() if each.asking}
         wanted: dict[str, dict[str, tuple[str, ...]]] = {}
-        for newcomer in find_unproved(state):
-            ready = [member for member in members if not reach.are_apart(now, member, newcomer.session)]
-            for member in reach.begin_probe(newcomer.session, ready):
-                wanted.setdefault(by_session[member].replica, {})[newcomer.session] = addresses_of(newcomer)
-            for member in ready:
-                if reach.begin_probe(member, [newcomer.session]):
-                    wanted.setdefault(newcomer.replica, {})[member] = addresses_of(by_session[member])
+        for newcomer, provers in ((each.member, each.provers) for each in unproved):
+            ready = [one for one in provers if not reach.are_apart(now, one, newcomer.session)]
+            for one in reach.begin_probe(newcomer.session, ready):
+                wanted.setdefault(by_session[one].replica, {})[newcomer.session] = addresses_of(newcomer)
+            for one in ready:
+                if reach.begin_probe(one, [newcomer.session]):
+                    wanted.setdefault(newcomer.replica, {})[one] = addresses_of(by_session[one])
         for name, addresses in wanted.items():
             self.event_log.notify(Probe(addresses), [name])
         self.event_log.flush()
