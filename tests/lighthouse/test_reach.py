@@ -150,6 +150,32 @@ def test_members_that_lost_each_other_continue_before_anybody_new_comes_in() -> 
     assert form(state, 8.5).names == ("a", "b", "d")
 
 
+def test_nobody_waits_long_for_a_member_that_cannot_be_reached_and_does_not_ask() -> None:
+    """c hangs in an attempt to connect, and its heartbeats arrive: the others had waited for the join timeout of 30 s."""
+    state = crowd("a", "b", "c")
+    for name in "abc":
+        ask(state, 0.0, name)
+    form(state, 0.0)
+    ask(state, 8.0, "a", ["c.1"], commit_failures=1)
+    ask(state, 8.0, "b", commit_failures=1)
+    decision, _ = decide(8.5, state, state.options)
+    assert isinstance(decision, Wait) and decision.missing == ("c",)
+    assert decision.until is not None and decision.until <= 9.0
+    quorum = form(state, 9.0)
+    assert quorum.names == ("a", "b") and quorum.reason.startswith("c cannot be reached: 2 replicas joined")
+
+
+def test_a_member_that_others_reach_is_waited_for() -> None:
+    """Of two that have not asked, a cannot reach one; the other one may join."""
+    state = crowd("a", "b", "c")
+    for name in "abc":
+        ask(state, 0.0, name)
+    form(state, 0.0)
+    ask(state, 8.0, "a", ["c.1"], commit_failures=1)
+    decision, _ = decide(12.0, state, state.options)
+    assert isinstance(decision, Wait) and decision.missing == ("b", "c")
+
+
 def test_newcomers_come_in_at_once_where_too_few_members_are_left_without_them() -> None:
     state = QuorumState(Options(min_replicas=2))
     for name in "ac":

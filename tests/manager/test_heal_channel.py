@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.lighthouse.waiting import eventually
 
 from allranks.channel.frames import receive_json, send_json
 from allranks.channel.keys import ChannelError, Keyring, greet_as_client
@@ -312,6 +313,34 @@ def test_callers_with_an_old_key_cannot_take_all_descriptors() -> None:
         mesh.shutdown()
         for other in others:
             other.close()
+
+
+def test_an_abort_ends_an_attempt_to_connect_that_nobody_answers() -> None:
+    """As behind a cut line: the server's queue is full, and the kernel drops what else arrives. The limit is 60 s."""
+    mesh, failed = VoteMesh(), queue.Queue[Exception]()
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        waiting = []
+        for _ in range(3):
+            line = stack.enter_context(socket.socket())
+            line.setblocking(False)
+            line.connect_ex(server.getsockname())
+            waiting.append(line)
+        voter = Voter(0, f"127.0.0.1:{server.getsockname()[1]}", MEMBER)
+
+        def connect() -> None:
+            try:
+                mesh.connect("1.2", 2, 1, [voter], 60.0)
+            except Exception as error:
+                failed.put(error)
+
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        eventually(lambda: bool(mesh._open))
+        mesh.abort("the others left the group")
+        thread.join(20.0)
+        assert not thread.is_alive()
+        assert str(failed.get_nowait()) == "the others left the group"
 
 
 def test_a_replica_has_as_many_places_as_ranks() -> None:

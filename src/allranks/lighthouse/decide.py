@@ -40,6 +40,7 @@ from allranks.model.formatting import count
 LATE_S = 5.0  # a replica that joins after the end waits this long for others to begin a new training with it
 _PROVERS = 64  # members that probe a newcomer; more would be too many connections
 _FELLOWS = 8  # newcomers that probe each other
+_CUT_OFF_S = 1.0  # how long replicas that cannot be reached are waited for
 _NAMED = 8  # replicas that a reason names
 
 
@@ -123,12 +124,20 @@ def _stragglers(now: float, state: QuorumState, options: Options) -> tuple[Wait,
         ]
     )
     deadline = _until(since, askers.values(), options)
+    if _all_cut_off(now, state, idle):
+        deadline = min(deadline, since + _CUT_OFF_S)
     if now >= deadline:
         return None
     what, number = ("member", f" of quorum {state.number}") if by_last else ("connected replica", "")
     not_yet = f"{count(len(idle), what)}{number} {'has' if len(idle) == 1 else 'have'} not"
     reason = f"{_joined(state)}, {not_yet}: waiting for {listed(idle)}"
     return Wait("stragglers", _some(idle), _earliest(deadline, now, state)), reason
+
+
+def _all_cut_off(now: float, state: QuorumState, idle: Collection[str]) -> bool:
+    """Whether a replica that joined cannot reach those that did not: they would be left out, or it would."""
+    asking = [replica.session for replica in state.asking.values()]
+    return all(state.reach.apart_from(now, state.replicas[name].session, asking) for name in idle)
 
 
 def _until(since: float, askers: Iterable[Replica], options: Options) -> float:
@@ -210,7 +219,7 @@ def _choose(now: float, state: QuorumState, options: Options) -> tuple[Decision,
     left_out: tuple[str, ...] = ()
     if len(able) > len(candidates):
         left_out = tuple(sorted({m.replica for m in able} - {m.replica for m in candidates}))
-    rule, reason = _why(state, idle, before, frozenset((*spares, *left_out)))
+    rule, reason = _why(now, state, idle, before, frozenset((*spares, *left_out)))
     if spares:
         reason += f"; {_sizes(options)}: {listed(spares)} {'remains' if len(spares) == 1 else 'remain'} spare"
     return Form(tuple(chosen), spares, rule, left_out), reason + _apart(now, state, left_out) + note
@@ -353,7 +362,7 @@ def _why_not(able: int, note: str, state: QuorumState, options: Options) -> tupl
 
 
 def _why(
-    state: QuorumState, idle: set[str], before: dict[str, str], outside: frozenset[str]
+    now: float, state: QuorumState, idle: set[str], before: dict[str, str], outside: frozenset[str]
 ) -> tuple[str, str]:
     if before and all(name in state.asking for name in before):
         new = [name for name in state.asking if name not in before and name not in outside]
@@ -367,7 +376,8 @@ def _why(
         without = f", without {listed(lost)}" if lost else ""
         who = f"all {len(state.asking)} replicas" if len(state.asking) > 1 else "the only replica"
         return "everybody", f"{who} joined{without}"
-    return "join_timeout", f"join timeout expired: {_joined(state)}, without {listed(idle)}"
+    what = f"{listed(idle)} cannot be reached" if _all_cut_off(now, state, idle) else "join timeout expired"
+    return "join_timeout", f"{what}: {_joined(state)}, without {listed(idle)}"
 
 
 def find_joining(now: float, state: QuorumState) -> list[Member]:

@@ -228,9 +228,7 @@ class VoteMesh:
         line.sendall(message)
 
     def _call(self, name: str, place: int, voter: Voter, deadline: float, again: int) -> socket.socket:
-        left_s = max(0.1, deadline - time.monotonic())
-        line = socket.create_connection(split_address(voter.address), timeout=left_s)
-        self._own(line)
+        line = self._dial(voter, max(0.1, deadline - time.monotonic()))
         try:
             greet_as_client(line, voter.credential, voter.address)
             send_json(line, {"want": "ballot", "name": name, "place": place})
@@ -242,6 +240,24 @@ class VoteMesh:
             return self._call(name, place, voter, deadline, again - 1)
         return line
 
+    def _dial(self, voter: Voter, limit_s: float) -> socket.socket:
+        """Connects with a socket that `abort` knows: nothing may come back from a network that is cut."""
+        host, port = split_address(voter.address)
+        failed: OSError | None = None
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            line = socket.socket(family, kind, protocol)
+            self._own(line)
+            try:
+                line.settimeout(limit_s)
+                line.connect(address)
+                self._tune(line)
+                return line
+            except OSError as error:
+                failed = error
+                if self._error:
+                    raise GroupAborted(self._error) from None
+        raise GroupAborted(f"voter {voter.place} cannot be reached: {failed}")
+
     def _await(self, name: str, places: set[int], deadline: float) -> list[socket.socket]:
         found: dict[int, socket.socket] = {}
 
@@ -252,6 +268,7 @@ class VoteMesh:
         with self._changed:
             self._changed.wait_for(connected, max(0.0, deadline - time.monotonic()))
         for line in found.values():
+            self._tune(line)
             self._own(line)
         if self._error:
             raise GroupAborted(self._error)
@@ -260,10 +277,12 @@ class VoteMesh:
         return [found[place] for place in sorted(places)]
 
     def _own(self, line: socket.socket) -> None:
-        tune_for_bulk(line, self.timeout_s)
-        watch_connection(line, _CUT_S)
         with self._changed:
             if self._error:
                 line.close()
                 raise GroupAborted(self._error)
             self._open.append(line)
+
+    def _tune(self, line: socket.socket) -> None:
+        tune_for_bulk(line, self.timeout_s)
+        watch_connection(line, _CUT_S)
