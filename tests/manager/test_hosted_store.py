@@ -11,7 +11,7 @@ import pytest
 
 #: the resolver of the main thread leads to a socket that counts what it is asked and never answers
 COUNTED = """
-    import ctypes, socket, struct, sys, threading
+    import ctypes, os, socket, struct, sys, threading
     import torch.distributed as dist
     from allranks.manager.groups import hosted_store
 
@@ -36,9 +36,10 @@ COUNTED = """
     client.set("who", "us")
     try:
         asked.recv(512)
-        print(store.get("who").decode(), "was asked")
+        print(store.get("who").decode(), "was asked", flush=True)
     except BlockingIOError:
-        print(store.get("who").decode(), "was not asked")
+        print(store.get("who").decode(), "was not asked", flush=True)
+    os._exit(0)  # torch's threads may still wait for the answer of a name server
     """
 
 
