@@ -162,6 +162,7 @@ class ListMachine(RuleBasedStateMachine):
 def run(examples: int, soak: bool = False) -> None:
     limits = settings(
         max_examples=examples,
+        deadline=None,
         stateful_step_count=50,
         derandomize=not soak,
         database=None,

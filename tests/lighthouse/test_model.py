@@ -153,6 +153,7 @@ def run(examples: int, steps: int = 30, soak: int | None = None) -> None:
     """`soak`: the seed of other examples; without it always the same."""
     limits = settings(
         max_examples=examples,
+        deadline=None,
         stateful_step_count=steps,
         derandomize=soak is None,
         database=None,

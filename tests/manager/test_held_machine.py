@@ -269,6 +269,7 @@ def run(machine: type[HeldMachine], examples: int, steps: int = 50, shrink: bool
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     limits = settings(
         max_examples=examples,
+        deadline=None,
         stateful_step_count=steps,
         phases=phases,
         suppress_health_check=checks,
