@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,19 @@ def test_the_rhythm_is_read_from_a_recorders_black_box(tmp_path: Path) -> None:
     rows = calls((1, 0), (2, 0.1), (1, 0.5), (2, 0.2), (1, 0.5))
     path.write_bytes(path.read_bytes().ljust(4096, b"\0") + rows.tobytes().ljust(8 * CALL.itemsize, b"\0"))
     assert read_rhythm(str(path)).known
+
+
+def test_a_pause_longer_than_the_life_of_the_process_is_a_clock_that_was_set(tmp_path: Path) -> None:
+    """Forward, back and forward again: two pauses of an hour, after which a hang was a stall for as long as anything may take."""
+    from tests.boxes import write_box
+
+    from allranks.blackbox.header import start_ticks
+
+    ticks = start_ticks(os.getpid())
+    path = write_box(tmp_path, rank=0, capacity=8, next_id=8, record_bytes=CALL.itemsize, start_ticks=ticks)
+    rows = calls((1, 0), (2, 3600), (1, 0.5), (2, 3600), (1, 0.5), (2, 0.1), (1, 0.5))
+    path.write_bytes(path.read_bytes().ljust(4096, b"\0") + rows.tobytes().ljust(8 * CALL.itemsize, b"\0"))
+    assert read_rhythm(str(path)).pauses_s == pytest.approx((0.1,))
 
 
 WORLD = ("world", (0, 1))

@@ -7,9 +7,11 @@ stores, so a reader sees either the old or the new value.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -164,6 +166,11 @@ def start_ticks(pid: int) -> int:
     """When a process was started, in kernel ticks; 0 unknown. Pid and start time identify a process uniquely."""
     fields = process_stat(pid)
     return int(fields[19]) if len(fields) > 19 else 0
+
+
+def seconds_since_start(ticks: int) -> float:
+    """The age of a process that started then, by a clock that nobody sets; infinite when the start is not known."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") if ticks else math.inf
 
 
 def is_alive(pid: int, ticks: int = 0) -> bool:

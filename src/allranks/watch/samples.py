@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from allranks.blackbox.header import HEADER_BYTES, is_alive, parse_header, process_state, read_regular
+from allranks.blackbox.header import (
+    HEADER_BYTES,
+    is_alive,
+    parse_header,
+    process_state,
+    read_regular,
+    seconds_since_start,
+)
 from allranks.blackbox.phases import PhaseMark, read_phases
 from allranks.blackbox.reader import read_trace
 from allranks.errors import InputError
@@ -208,7 +216,8 @@ def read_rhythm(path: str) -> Rhythm:
     except InputError:
         return Rhythm()
     backends = [trace.groups[number].backend for number in trace.calls["group"][-1:]]
-    found = replace(measure_rhythm(trace.calls), waits=unfinished(trace), rank=trace.header.rank)
+    age_s = seconds_since_start(trace.header.start_ticks)
+    found = replace(measure_rhythm(trace.calls, age_s), waits=unfinished(trace), rank=trace.header.rank)
     inside = trace.progress.inside == "init_process_group"
     meets = (trace.header.rendezvous, trace.header.launched) if inside else None
     return replace(found, connects="gloo" not in backends, meets=meets)
@@ -242,12 +251,13 @@ def elsewhere(rhythms: Sequence[Rhythm]) -> bool:
     return any(rank in waits and call not in waits[rank] for call in calls for rank in call.group[1])
 
 
-def measure_rhythm(rows: np.ndarray) -> Rhythm:
-    """The pauses after earlier calls at the place of the last one."""
+def measure_rhythm(rows: np.ndarray, age_s: float = math.inf) -> Rhythm:
+    """The pauses after earlier calls at the place of the last one. A pause longer than the process has lived is a clock that
+    was set."""
     if len(rows) <= PASSED:
         return Rhythm()
     same = np.ones(len(rows) - 1, bool)
     for column in _PLACE:
         same &= rows[column][:-1] == rows[column][-1]
     pauses = np.diff(rows["created_ns"])[same] / 1e9
-    return Rhythm(tuple(float(pause) for pause in np.maximum(pauses, 0.0)))
+    return Rhythm(tuple(float(pause) for pause in np.maximum(pauses, 0.0) if pause <= age_s))
