@@ -69,7 +69,7 @@ def test_a_pause_longer_than_the_life_of_the_process_is_a_clock_that_was_set(tmp
 
     ticks = start_ticks(os.getpid())
     path = write_box(
-        tmp_path, rank=0, step=-1, capacity=8, next_id=8, record_bytes=CALL.itemsize, start_ticks=ticks
+        tmp_path, rank=0, step=-1, capacity=8, next_id=7, record_bytes=CALL.itemsize, start_ticks=ticks
     )
     rows = calls((1, 0), (2, 3600), (1, 0.5), (2, 3600), (1, 0.5), (2, 0.1), (1, 0.5))
     path.write_bytes(path.read_bytes().ljust(4096, b"\0") + rows.tobytes().ljust(8 * CALL.itemsize, b"\0"))
