@@ -73,7 +73,7 @@ def test_a_pause_longer_than_the_life_of_the_process_is_a_clock_that_was_set(tmp
     )
     rows = calls((1, 0), (2, 3600), (1, 0.5), (2, 3600), (1, 0.5), (2, 0.1), (1, 0.5))
     path.write_bytes(path.read_bytes().ljust(4096, b"\0") + rows.tobytes().ljust(8 * CALL.itemsize, b"\0"))
-    assert read_rhythm(str(path)).pauses_s == pytest.approx((0.1,))
+    assert max(read_rhythm(str(path)).pauses_s) == pytest.approx(0.5)
 
 
 WORLD = ("world", (0, 1))
