@@ -22,7 +22,6 @@ from allranks.errors import ConfigurationError
 from allranks.model.debug_options import DebugOptions
 from allranks.model.stacks import GroupCall, JobLook, Process, ProcessLink, StackFrame, ThreadLook, WaitFor
 from allranks.stacktraces import source
-from allranks.stacktraces.debuggers import read_variables
 from allranks.stacktraces.html import draw, render_processes
 from allranks.stacktraces.roles import give_roles, load_roles, parse_roles, with_roles
 from allranks.stacktraces.tasks import line_at, read_tasks
@@ -34,6 +33,7 @@ from allranks.stacktraces.tree import (
     read_looks,
     write_look,
 )
+from allranks.stacktraces.variables import read_variables
 from allranks.stacktraces.views import user_frame
 
 

@@ -460,7 +460,8 @@ FORKED = """
     import multiprocessing, time
 
     def generate(queue):
-        while True: pass  # in one line: between two, the stack changes
+        while True:
+            pass
 
     def judge(queue):
         time.sleep(3600)
@@ -487,3 +488,4 @@ def test_who_may_get_an_item_from_a_process_that_computes_is_not_stuck(tmp_path:
     kinds = {one.role: one.threads[0].wait.kind for one in look.processes}
     assert (kinds["judge"], kinds["watch"]) == ("sleep", "idle"), kinds
     assert found.state == "unclear" and "generate (pid" in found.sentence, found
+    assert "in a loop that changes nothing" in found.sentence, found

@@ -150,7 +150,8 @@ def _starters(root: Root, unit: Unit) -> list[Guilty]:
 
 
 def _computes(look: JobLook, waits: Waits) -> ProcessFinding:
-    """The busy thread that most processes wait for. A look cannot tell a long computation from a loop without end."""
+    """The busy thread that most processes wait for. A look cannot distinguish a long computation from a loop without end, nor
+    see what may end a loop from outside."""
     busy = [n for n, u in enumerate(waits.units) if u.thread.busy and not u.process.system]
     roots = (Root(waits, (n,)) for n in busy)
     root = max(roots, key=lambda one: (one.units[0].active, len(one.waiting)))
@@ -158,6 +159,8 @@ def _computes(look: JobLook, waits: Waits) -> ProcessFinding:
     text = f"{describe(unit)} for the whole {look.seconds:.0f} s"
     at = unit.thread.at or "this line"
     advice = f"a long computation or a loop without end: --for 60 tells whether it leaves {at}"
+    if unit.thread.wait.operation == "loop":
+        advice = f"only something outside of this loop can end it: if {at} is still the same with --for 60, nothing does"
     return ProcessFinding("unclear", f"{text}; {behind}" if behind else text, reason=advice)
 
 

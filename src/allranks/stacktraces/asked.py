@@ -65,6 +65,7 @@ class Surroundings:
     first: frozenset[int] = frozenset()  # threads that were there at the first look
     extras: Mapping[int, ThreadExtra] = field(default_factory=dict)
     lockers: tuple[int, ...] = ()  # other processes that hold locks on files
+    counted: frozenset[int] = frozenset()  # threads in a loop around which a number has changed
     seconds: float = 0.0  # from the first look to the last
 
 

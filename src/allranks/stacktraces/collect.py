@@ -40,9 +40,9 @@ from allranks.stacktraces.debuggers import ask_faulthandler, debug_with_gdb, dum
 from allranks.stacktraces.extras import with_lock_holders
 from allranks.stacktraces.find import MAX_CHILDREN, Target, make_target
 from allranks.stacktraces.procfs import descendants, facts_of, read_entry, read_facts, renumber
-from allranks.stacktraces.source import polled
+from allranks.stacktraces.source import idle_loop, polled
 from allranks.stacktraces.tasks import chain_of_program, read_tasks
-from allranks.stacktraces.views import POLLS
+from allranks.stacktraces.views import LOOP, POLLS
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,10 @@ class SourceLines:
     def _line(self, frame: StackFrame, pid: int) -> str:
         lines = self._lines(frame.file, pid)
         line = lines[frame.line - 1].strip()[:200] if 0 < frame.line <= len(lines) else ""
-        test = polled("\n".join(lines), frame.line) if "sleep(" in line else ""
+        text = "\n".join(lines) if line else ""
+        loop = idle_loop(text, frame.line)
+        line = f"{line}{LOOP}{loop}" if loop else line
+        test = polled(text, frame.line) if "sleep(" in line else ""
         return f"{line}{POLLS}{test[:200]}" if test else line
 
     def _read(self, file: str, pid: int) -> list[str]:

@@ -71,36 +71,6 @@ def _frame(row: dict[str, object]) -> StackFrame:
     )
 
 
-@dataclass(frozen=True)
-class Variables:
-    """What the local variables of one thread tell."""
-
-    selves: tuple[str, ...] = ()  # the address of `self` in each frame, "" where there is none
-    members: int = 0  # of the process group that torch forms; 0 unknown
-
-
-#: The size of the group, in functions of torch.distributed.
-_SIZES = ("group_size", "world_size", "rendezvous_count")
-
-
-def read_variables(text: str) -> dict[int, Variables]:
-    """What `py-spy dump --json --locals` tells, by thread id."""
-    found: dict[int, Variables] = {}
-    for row in json.loads(text):
-        frames = row.get("frames") or ()
-        known = [one.get("locals") or () for one in frames]
-        first = [next((f"{v['addr']:x}" for v in one if v.get("name") == "self"), "") for one in known]
-        sizes = [
-            int(v["repr"])
-            for frame, values in zip(frames, known, strict=True)
-            if "torch/distributed/" in (frame.get("filename") or "")
-            for v in values
-            if v.get("name") in _SIZES and (v.get("repr") or "").isdigit()
-        ]
-        found[row.get("os_thread_id") or 0] = Variables(tuple(first), sizes[0] if sizes else 0)
-    return found
-
-
 def _number(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 

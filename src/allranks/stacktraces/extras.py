@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from allranks.model.stacks import ThreadFacts
 from allranks.stacktraces.asked import ThreadExtra
-from allranks.stacktraces.debuggers import Variables
 from allranks.stacktraces.links import epoll_members
 from allranks.stacktraces.procfs import PROC, Peek, memory_of, open_inodes, read_proc
+from allranks.stacktraces.variables import Variables
 
 _DIRECT_TEXT = "read readv write writev recvfrom recvmsg recvmmsg sendto sendmsg connect splice sendfile"
 _DIRECT = frozenset(_DIRECT_TEXT.split())

@@ -16,7 +16,7 @@ from statistics import median
 from allranks.model.formatting import count
 from allranks.model.stacks import WAITS, RankMarks, StackFrame
 from allranks.stacktraces.causes import Cause
-from allranks.stacktraces.views import ProcessView, ThreadView, has_run, user_frame
+from allranks.stacktraces.views import ProcessView, ThreadView, has_run, line_of, user_frame
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ _POLLS = ("rendezvous_wait", "store_wait")  # that such a wait ran is no progres
 
 def _user_line(path: tuple[StackFrame, ...]) -> tuple[str, int]:
     frame = user_frame(path)
-    return (frame.file, frame.line) if frame is not None else ("", 0)
+    return (frame.file, line_of(frame)) if frame is not None else ("", 0)
 
 
 def may_be_slow(

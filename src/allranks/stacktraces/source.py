@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
+_CLOCKS = frozenset({"monotonic", "time", "perf_counter"})
 _LOCKS = ("lock", "mutex", "sem", "cond", "guard")
 
 
@@ -171,7 +172,7 @@ def only_sleeps(text: str, line: int) -> bool:
 def tries_again(text: str, line: int) -> bool:
     """Whether a line is in a `while` loop that does not look at the clock: a wait there that is over begins anew."""
     loop = _loop(text, line)
-    return loop is not None and not _called(ast.walk(loop.test)) & {"monotonic", "time", "perf_counter"}
+    return loop is not None and not _called(ast.walk(loop.test)) & _CLOCKS
 
 
 def takes_work(text: str, line: int) -> bool:
@@ -235,6 +236,45 @@ def _tests_answer(test: ast.expr, nodes: list[ast.AST]) -> bool:
     tested = [*ast.walk(test)]
     answers = any(isinstance(n, ast.Name) and n.id in given for n in tested)
     return answers or bool(_called(tested) - _OWN_CALLS)
+
+
+#: Calls of a loop that only waits, beside those of _OWN_CALLS: pauses, and reads of memory.
+_READS = frozenset(
+    [
+        "sleep",
+        "sched_yield",
+        "item",
+        "bytes",
+        "bool",
+        "float",
+        "any",
+        "all",
+        "from_bytes",
+        "unpack",
+        "unpack_from",
+    ]
+)
+
+
+def idle_loop(text: str, line: int) -> int:
+    """The first line of the innermost loop around this one, if the loop changes nothing and does not look at the clock: only
+    something outside of it can end it. 0: any other loop, or none."""
+    loop = _loop(text, line)
+    nodes = [*_own_nodes(loop)] if loop is not None else []
+    if loop is None or _called(nodes) & _CLOCKS or _called(nodes) - _OWN_CALLS - _READS:
+        return 0
+    stores = [n for n in nodes if isinstance(getattr(n, "ctx", None), ast.Store | ast.Del)]
+    if any(isinstance(n, _EFFECTS) for n in nodes) or not all(isinstance(n, ast.Name) for n in stores):
+        return 0
+    given = (n.value for n in nodes if isinstance(n, ast.Assign | ast.AnnAssign | ast.NamedExpr) and n.value)
+    return 0 if _names(given) & _names(stores) else loop.lineno
+
+
+_EFFECTS = (ast.Await, ast.Yield, ast.YieldFrom, ast.AugAssign, ast.Global, ast.Nonlocal)
+
+
+def _names(nodes: Iterable[ast.AST]) -> set[str]:
+    return {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
 def polls_memory(text: str, line: int) -> bool:

@@ -55,6 +55,7 @@ from allranks.stacktraces.procfs import (
 )
 from allranks.stacktraces.roles import RoleRule, give_roles, load_roles
 from allranks.stacktraces.tasks import read_tasks
+from allranks.stacktraces.variables import Variables, counted, read_variables
 from allranks.stacktraces.views import Children, view_process
 from allranks.stacktraces.waits import look_at_threads
 
@@ -229,7 +230,8 @@ class _Case:
     entry: ProcessEntry
     python: bool
     snapshots: list[Snapshot] = field(default_factory=list)
-    variables: dict[int, debuggers.Variables] = field(default_factory=dict)
+    variables: dict[int, Variables] = field(default_factory=dict)
+    counted: set[int] = field(default_factory=set)  # threads in a loop around which a number has changed
     inner: dict[int, int] = field(default_factory=dict)
     work: list[Work] = field(default_factory=list)
     ended: bool = False
@@ -283,15 +285,17 @@ class TreeLook:
             )
 
     def _stacks(self, case: _Case) -> tuple[ThreadStack, ...]:
-        run = debuggers.run_pyspy(self.pyspy, case.entry.pid, variables=True)
+        run, before = debuggers.run_pyspy(self.pyspy, case.entry.pid, variables=True), case.variables
         try:
             stacks = debuggers.parse_json(run.output) if not run.problem else ()
-            case.variables = debuggers.read_variables(run.output) if stacks else case.variables
+            case.variables = read_variables(run.output) if stacks else before
         except (ValueError, RecursionError, TypeError, AttributeError) as error:
             stacks, run = (), replace(run, problem=f"py-spy printed something unreadable: {str(error)[:100]}")
         if run.problem and run.problem not in case.notes:
             case.notes.append(run.problem)
-        return self.sources.attach(stacks, case.entry.pid)
+        found = self.sources.attach(stacks, case.entry.pid)
+        case.counted |= counted(found, before, case.variables)
+        return found
 
     def _facts(self, case: _Case, stacks: Iterable[ThreadStack]) -> tuple[ThreadFacts, ...]:
         inside = case.entry.inner_pid not in (0, case.entry.pid)
@@ -409,6 +413,7 @@ class TreeLook:
             lockers=tuple(
                 {one for pids in locks.held.values() for one in pids} & self.cases.keys() - {entry.pid}
             ),
+            counted=frozenset(case.inner.get(tid, tid) for tid in case.counted),
             seconds=time.time() - (shots[0].at_s or time.time()),
         )
         frames = (frame for one in shots[-1].stacks for frame in one.frames)

@@ -255,6 +255,8 @@ def _leaf(frames: tuple[StackFrame, ...], python: tuple[StackFrame, ...]) -> tup
 ReadText = Callable[[str], str]
 #: Behind the text of a line that sleeps in a loop: what that tests.
 POLLS = "  # polls: "
+#: Behind the text of a line in a loop that changes nothing: the first line of the loop.
+LOOP = "  # in the loop of line "
 POLL_SHARE, BURNS = 0.25, 0.8  # of a processor: one that polls uses less, one that computes more
 
 
@@ -282,10 +284,18 @@ def _sleeps(path: Sequence[StackFrame]) -> bool:
     return bool(path) and "sleep(" in path[0].source
 
 
+def line_of(frame: StackFrame) -> int:
+    """The line of a frame; in a loop that changes nothing, the loop's first line: which of its lines it is at is no progress."""
+    loop = frame.source.partition(LOOP)[2].partition(" ")[0]
+    return int(loop) if loop.isdigit() else frame.line
+
+
 def has_moved(thread: ThreadView, new: bool, seconds: float) -> bool:
     """Whether the thread did something while we looked. A wait that polls wakes up, which does not count."""
-    paths = {tuple((f.file, f.name, f.line) for f in path if f is not None) for path in thread.paths}
-    users = {next(((f.file, f.line) for f in path if user_frame([f])), None) for path in thread.paths}
+    cuts = [next((n for n, f in enumerate(path) if LOOP in f.source), 0) for path in thread.paths]
+    pairs = zip(thread.paths, cuts, strict=True)  # what such a loop calls is not progress, either
+    paths = {tuple((f.file, f.name, line_of(f)) for f in path[cut:]) for path, cut in pairs}
+    users = {next(((f.file, line_of(f)) for f in path if user_frame([f])), None) for path in thread.paths}
     if new:
         return True  # it was started while we looked
     if _share(thread, seconds) > BURNS and len({tuple(one[:2] for one in path) for path in paths}) == 1:

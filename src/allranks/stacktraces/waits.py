@@ -29,6 +29,7 @@ from allranks.stacktraces.asked import (
 )
 from allranks.stacktraces.patterns import match_thread
 from allranks.stacktraces.views import (
+    LOOP,
     ReadText,
     ThreadView,
     asks_again,
@@ -125,14 +126,15 @@ def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
     if (again := asks_again(thread, around.text)) is not None:
         wait = WaitFor("poll", "repeats its request and gets the same answer", operation="retry")
     new = thread.tid is not None and thread.tid not in around.first
-    files = wait.says == _WORK["checkpoint_io"] and has_run(thread)  # a slow disk, not a stuck one
+    # a slow disk, not a stuck one
+    works = (wait.says == _WORK["checkpoint_io"] and has_run(thread)) or thread.tid in around.counted
     return ThreadLook(
         tid=thread.tid or 0,
         name=thread.name,
         wait=wait,
         frames=frames,
         main=thread.main,
-        moved=files or (again is None and has_moved(thread, new, around.seconds)),
+        moved=works or (again is None and has_moved(thread, new, around.seconds)),
         busy=is_busy(thread, wait.kind == "poll", around.seconds),
         holds=_held(frames[:40], around.text),
         handles=handles,
@@ -177,6 +179,8 @@ def _find_wait(a: Asked, serving: int | None, handles: bool) -> WaitFor:
         *(_by_library_lock, _by_sleep),
     )
     found = next((wait for rule in rules if (wait := rule(a)) is not None), None)
+    if found is None and a.user is not None and LOOP in a.user.source:
+        return WaitFor("work", "is in a loop that changes nothing", operation="loop")
     return found or WaitFor("work", _WORK.get(cause, "is in code that waits for no other process"))
 
 
