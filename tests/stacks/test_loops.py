@@ -91,7 +91,9 @@ SPIN = """
 
 
 @needs_pyspy
-@pytest.mark.parametrize(("name", "state"), [("endless", "unclear"), ("flag", "unclear"), ("computes", "moving")])
+@pytest.mark.parametrize(
+    ("name", "state"), [("endless", "unclear"), ("flag", "unclear"), ("computes", "moving")]
+)
 def test_an_endless_loop_on_two_lines_is_not_called_moving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, state: str
 ) -> None:

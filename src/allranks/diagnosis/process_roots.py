@@ -91,9 +91,11 @@ class Root:
 
     @property
     def asked(self) -> ProcessLink | None:
-        """The connection to a process outside the job on which it waits, if that was used not long ago."""
+        """What it waits on that leads out of the job: a connection that was used not long ago, a named pipe."""
         link = self.waits.outside.get(self.nodes[0]) if len(self.nodes) == 1 else None
-        return link if link is not None and link.quiet_s is not None and link.quiet_s < PATIENCE_S else None
+        if link is None or link.named:
+            return link
+        return link if link.quiet_s is not None and link.quiet_s < PATIENCE_S else None
 
     @property
     def accused(self) -> bool:
@@ -102,6 +104,8 @@ class Root:
         if not self.still or timed or self.stays_alive or all(u.process.system for u in self.units):
             return False
         unit = self.units[0]
+        if unit.thread.wait.kind == "signal" and unit.thread.wait.operation != "pending":
+            return self.demanded  # anybody may send it
         if unit.active or self.circle:
             alone = not self.behind and len(self.nodes) == 1
             return not alone or self._is_whole_job(unit)

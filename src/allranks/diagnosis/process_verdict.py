@@ -242,7 +242,11 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
     advice = "no process waits for it; run the command again in a minute: if the line is still the same, it is stuck"
     if timed and timed[0].timed_s is not None:
         advice = f"this wait ends by itself: run the command again in {timed[0].timed_s:.0f} s"
+    elif still and still[0].units[0].thread.wait.kind == "signal":
+        advice = "no process of this job is about to send it, but another process may"
     elif timed and (link := timed[0].asked) is not None:
         there = link.peer.split(">")[0].rsplit(" ", 1)[-1]
-        advice = f"no process of this job is at {there}, and data moved {link.quiet_s:.0f} s ago: inspect that process"
+        advice = f"no process of this job is at {there}, and data moved {link.quiet_s or 0:.0f} s ago: inspect that process"
+        if link.named:
+            advice = f"no process of this job is about to write into {link.named}, but another process may"
     return ProcessFinding("unclear", text, reason=advice)

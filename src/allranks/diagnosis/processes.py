@@ -17,6 +17,7 @@ from allranks.model.stacks import JobLook, Process, ProcessLink, StackFrame, Thr
 
 #: A wait inside a process that nothing is known to end: one such wait does not end another one.
 _BESIDE = frozenset({"event", "queue", "lock"})
+_SHELL = re.compile(r"-?(\S*/)?((|ba|da|z|a|k)sh|sleep)( |$)")
 
 
 class _Finder:
@@ -78,6 +79,7 @@ class _Finder:
         """Whether those that have the other ends of its pipes open only read from the same pipes, and do nothing else. What
         never blocks is written by signal handlers."""
         links = [one for one in unit.process.links if one.end in unit.thread.wait.ends and one.side == "read"]
+        links = [one for one in links if not one.named]
         near = [p for one in links for p in self.ends.get(one.peer, ())]
         if not near or not all(any(self._on_same_side(p, one, unit) for one in links) for p in near):
             return False
@@ -192,6 +194,13 @@ class _Finder:
         idle = {"poll", "child", "thread"}  # these do not change it
         return [n for n in found if kinds[n] == "signal" or (self.units[n].active and kinds[n] not in idle)]
 
+    def _signal(self, number: int, unit: Unit) -> list[int]:
+        """Threads of other processes that do something: any of them may send a signal."""
+        others = (
+            n for n, u in enumerate(self.units) if u.process is not unit.process and not u.process.system
+        )
+        return [n for n in others if unit.active and not self.units[n].still]
+
     def _socket(self, number: int, unit: Unit) -> list[int]:
         return self._over(number, unit, unit.thread.wait.ends)
 
@@ -227,6 +236,9 @@ class _Finder:
             others = [p for p in others if all(one.end != link.end for one in p.links)] or others
             if link.kind == "pipe":
                 others = [p for p in others if not self._on_same_side(p, link, unit)]
+                others = [p for p in others if not self._keeps_open(p, link, unit)]
+                if link.named and not others:
+                    self.outside[number] = link
             if len(others) > 1:  # any of them may write: those that were forked keep the end, too
                 others = [p for p in others if self._works(p)] or others
             for process in _unique(others):
@@ -234,6 +246,14 @@ class _Finder:
                 own = process is unit.process
                 found += self._users(process, link.peer) if own else self._serving(process, link.peer, number)
         return found
+
+    def _keeps_open(self, process: Process, link: ProcessLink, unit: Unit) -> bool:
+        """Whether a shell or `sleep` only keeps a named pipe open for others, or a process has the descriptor from such a shell."""
+        above = self.processes.get((process.node, process.ppid), process)
+        fds = [{one.fd for one in p.links if one.end == link.peer} for p in (process, above)]
+        shell = above if _SHELL.match(above.title) and fds[0] & fds[1] else process
+        below = [p for p in self.look.processes if (p.node, p.ppid) == shell.where and p is not unit.process]
+        return bool(link.named and _SHELL.match(shell.title)) and not any(p.read for p in below)
 
     def _works(self, process: Process) -> bool:
         return any(not self.units[n].still for n in self.of.get(process.where, ()))

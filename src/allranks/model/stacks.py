@@ -315,6 +315,12 @@ class ProcessLink:
     volume: int = 0  # bytes so far, both directions
     quiet_s: float | None = None  # since the last transfer in either direction
 
+    @property
+    def named(self) -> str:
+        """The path of a named pipe, into which processes outside of the job may write, too; "" for anything else."""
+        path = self.end.split(" ", 2)[2].rsplit(" ", 1)[0] if self.kind == "pipe" else ""
+        return path if path.startswith("/") else ""
+
 
 @dataclass(frozen=True)
 class WaitFor:

@@ -48,6 +48,8 @@ class ThreadExtra:
     holders: tuple[int, ...] = ()  # processes that hold the file lock it waits for
     polled: tuple[int, ...] = ()  # it sleeps: processes that hold a lock on a file that it has open
     connects: str = ""  # the address that it connects to: "unix /path", "tcp port"
+    signals: tuple[str, ...] = ()  # that it waits for
+    pending: tuple[str, ...] = ()  # other signals that were sent to its process and blocked
     opens: str = ""  # the path that it opens
     selves: tuple[str, ...] = ()  # address of `self` for each frame
     members: int = 0  # of the process group that it forms

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import socket
 import struct
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from allranks.model.stacks import ThreadFacts
 from allranks.stacktraces.asked import ThreadExtra
 from allranks.stacktraces.links import epoll_members
-from allranks.stacktraces.procfs import PROC, Peek, memory_of, open_inodes, read_proc
+from allranks.stacktraces.procfs import PROC, Peek, memory_of, open_inodes, read_proc, signal_set
 from allranks.stacktraces.variables import Variables
 
 _DIRECT_TEXT = "read readv write writev recvfrom recvmsg recvmmsg sendto sendmsg connect splice sendfile"
@@ -45,17 +46,25 @@ def _extra(
     locks: FileLocks,
 ) -> ThreadExtra:
     name, args = fact.syscall, (*fact.args, 0, 0, 0)
+    waits = int.from_bytes(peek(args[0], 8), "little") if name == "rt_sigtimedwait" else 0
+    pending = signal_set(pid, "ShdPnd") & ~waits if waits else 0
     opens = peek(args[1], 512).split(b"\0")[0] if name == "openat" else b""
     return ThreadExtra(
         fds=_descriptors(pid, name, fact.args, peek),
         shared=next((key for first, last, key in shared if name == "futex" and first <= args[0] < last), ""),
         connects=_address(peek(args[1], min(args[2], 112))) if name == "connect" else "",
         opens=opens.decode("utf-8", "replace"),
+        signals=_signals(waits),
+        pending=_signals(pending),
         holders=locks.waiting.get(pid, ()) if name in ("flock", "fcntl") else (),
         polled=locks.of_files(pid) if name in ("nanosleep", "clock_nanosleep") else (),
         selves=known.selves,
         members=known.members,
     )
+
+
+def _signals(bits: int) -> tuple[str, ...]:
+    return tuple(one.name for one in signal.Signals if bits >> (one - 1) & 1)
 
 
 def _address(data: bytes) -> str:

@@ -164,7 +164,7 @@ def _find_wait(a: Asked, serving: int | None, handles: bool) -> WaitFor:
     if a.now.state in ("T", "t"):
         return WaitFor("stopped", "is stopped by a signal or held by a debugger")
     if a.thread.main and a.now.syscall in ("rt_sigtimedwait", "rt_sigsuspend", "pause"):
-        return WaitFor("signal", "waits for a signal", strong=False)
+        return _for_signal(a)
     if _is_idle(a, serving, handles):
         return WaitFor("idle", "waits for its next work")
     if handles:  # it does what the user's code does, not the server that called that
@@ -182,6 +182,20 @@ def _find_wait(a: Asked, serving: int | None, handles: bool) -> WaitFor:
     if found is None and a.user is not None and LOOP in a.user.source:
         return WaitFor("work", "is in a loop that changes nothing", operation="loop")
     return found or WaitFor("work", _WORK.get(cause, "is in code that waits for no other process"))
+
+
+#: Signals that end or reload a server, and those that the kernel sends.
+_STOPS = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGCHLD", "SIGALRM", "SIGWINCH", "SIGCONT"})
+
+
+def _for_signal(a: Asked) -> WaitFor:
+    """A wait for a signal: to be stopped, as servers do, or for another one, which a process has to send."""
+    names, pending = a.extra.signals, a.extra.pending
+    if not names or _STOPS & {*names} or a.ask(source.takes_work, False):
+        return WaitFor("signal", "waits for a signal", strong=False)
+    says = f"waits for {' or '.join(names[:3])}"
+    says = f"{says}, while {' and '.join(pending)} is pending" if pending else says
+    return WaitFor("signal", says, left_s=a.now.left_s, operation="pending" if pending else "")
 
 
 def _is_idle(a: Asked, serving: int | None, handles: bool) -> bool:
