@@ -135,7 +135,11 @@ class Root:
             if t is not unit.thread and t.wait.kind == "idle" and t.frames and not _is_helper(t)
         ]
         works = any(not u.still and not u.process.system for u in self.waits.units)
-        later = ("child", "thread", "poll", "sleep") if works else ("child", "thread", "poll")
+        later = (
+            ("child", "thread", "poll", "sleep")
+            if works or not unit.process.read
+            else ("child", "thread", "poll")
+        )
         return unit.thread.main and not beside and unit.thread.wait.kind not in later
 
     @property

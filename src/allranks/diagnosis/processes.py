@@ -313,13 +313,16 @@ class _Finder:
         return [n for n in others if name in self.units[n].thread.later]
 
     def _child(self, number: int, unit: Unit) -> list[int]:
-        """Those of its processes that do something, where there are any: a resource tracker beside them is idle. An idle one
-        stands for those that it started: the server of multiprocessing that forks."""
+        """Those of its processes that do something, where there are any: a resource tracker or `sleep` in the background does
+        not. An idle one stands for those that it started: the server of multiprocessing that forks."""
         found = self._file_lock(number, unit)
         idle = {self.units[n].process.where for n in found if not self.units[n].active}
         below = [p for p in self.look.processes if (p.node, p.ppid) in idle]
         found += [n for p in below for n in self._whole(p.where)]
-        return [n for n in found if self.units[n].active] or found
+        found = [n for n in found if self.units[n].active] or found
+        return [
+            n for n in found if self.units[n].process.read or not _SHELL.match(self.units[n].process.title)
+        ] or found
 
     def _output(self, number: int, unit: Unit) -> list[int]:
         return [n for n in self._over(number, unit, unit.thread.wait.ends) if self.units[n].active]
