@@ -194,15 +194,14 @@ def share_object(root: Root) -> list[Unit]:
 
 
 def hub(root: Root) -> list[Unit]:
-    """Of a circle the one that cannot tell its ZMQ peers apart, if each of them waits for it alone: which one it needs is
-    unknown."""
-    inside, edges = set(root.nodes), root.waits.edges
-    middle = [
-        n
-        for n, u in zip(root.nodes, root.units, strict=True)
-        if u.thread.wait.operation == "zmq" and all(inside & set(edges[m]) == {n} for m in inside - {n})
-    ]
-    return [root.waits.units[n] for n in middle] if len(inside) > 2 else []
+    """Of a circle the units that all the others wait for: calls that wait for another call of those that wait for them, or the
+    process that cannot tell its ZMQ peers apart, where which one it needs is unknown."""
+    inside, edges, units = set(root.nodes), root.waits.edges, root.waits.units
+    middle = inside & root.waits.unasked
+    if not middle and len(inside) > 2:
+        middle = {n for n in inside if units[n].thread.wait.operation == "zmq"}
+        middle = {n for n in middle if all(inside & set(edges[m]) == {n} for m in inside - {n})}
+    return [units[n] for n in sorted(middle)] if all(middle & set(edges[m]) for m in inside - middle) else []
 
 
 def to_blame(units: Sequence[Unit]) -> Sequence[Unit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,7 +46,30 @@ class Waits:
     outside: dict[
         int, ProcessLink
     ]  # of units that wait on a link whose other end is in no process of the job
+    unasked: frozenset[int] = (
+        frozenset()
+    )  # units that handle a call and wait for what only another call would do
 
     @cached_property
     def graph(self) -> Graph:
         return Graph(self.edges, ())
+
+
+def is_same_lock(held: str, lock: str) -> bool:
+    def last(text: str) -> str:
+        return text.rsplit(".", 1)[-1].split("(")[0]
+
+    return bool(lock) and last(held) == last(lock)
+
+
+def is_task(thread: ThreadLook) -> bool:
+    """Whether it runs a task of a pool."""
+    places = (("run", "concurrent/futures/thread.py"), ("worker", "multiprocessing/pool.py"))
+    return thread.task or any(
+        f.name.endswith(name) and f.file.endswith(file) for f in thread.frames for name, file in places
+    )
+
+
+def is_in(thread: ThreadLook, functions: Sequence[str], like: ThreadLook) -> bool:
+    file = like.user.file if like.user is not None else ""
+    return any(f.file == file and f.name.rsplit(".", 1)[-1] in functions for f in thread.frames)

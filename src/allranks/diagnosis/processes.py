@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from allranks.diagnosis.process_units import LIFE, Unit, Waits
+from allranks.diagnosis.process_units import LIFE, Unit, Waits, is_in, is_same_lock, is_task
 from allranks.diagnosis.waits import Graph
-from allranks.model.stacks import JobLook, Process, ProcessLink, StackFrame, ThreadLook, Where, is_user_file
+from allranks.model.stacks import JobLook, Process, ProcessLink, StackFrame, Where, is_user_file
 
 #: A wait inside a process that nothing is known to end: one such wait does not end another one.
 _BESIDE = frozenset({"event", "queue", "lock"})
@@ -44,6 +44,7 @@ class _Finder:
         self.units = tuple(self._reread(unit) for unit in self.units)
         self.moved: set[int] = set()
         self.outside: dict[int, ProcessLink] = {}
+        self.unasked: set[int] = set()
         self.fed: set[int] = set()  # units whose wait nobody in their process is about to end
 
     def find(self) -> Waits:
@@ -51,7 +52,9 @@ class _Finder:
         for number in sorted(self.fed):
             behind = Graph(edges, ()).behind([number])
             edges[number] = tuple(n for n in self._feeders(number) if n not in behind) or edges[number]
-        return Waits(self.look, self.units, edges, frozenset(self.moved), self.outside)
+        return Waits(
+            self.look, self.units, edges, frozenset(self.moved), self.outside, frozenset(self.unasked)
+        )
 
     def _reread(self, unit: Unit) -> Unit:
         """What the threads of other processes say of a unit: that several roles are at its line, which tells little without
@@ -106,7 +109,7 @@ class _Finder:
             if not wait.ends
             else [n for p in self._sharers(unit, wait.ends) for n in self.of.get(p.where, ())] + near
         )
-        return [n for n in places if any(_same(one, wait.lock) for one in self.units[n].thread.holds)]
+        return [n for n in places if any(is_same_lock(one, wait.lock) for one in self.units[n].thread.holds)]
 
     def _thread(self, number: int, unit: Unit) -> list[int]:
         key = unit.thread.wait.key
@@ -119,13 +122,13 @@ class _Finder:
             return self._shared(number, unit)
         clients: list[int] = []
         if wait.key == "future":
-            found = [n for n in near if _is_task(self.units[n].thread) and self.units[n].active]
-            found = found or ([] if _is_task(unit.thread) else self._beside(number, unit))
+            found = [n for n in near if is_task(self.units[n].thread) and self.units[n].active]
+            found = found or ([] if is_task(unit.thread) else self._beside(number, unit))
         elif not wait.setters:
             skipped = _BESIDE | LIFE if wait.lock else ()
             found = [n for n in self._beside(number, unit) if self.units[n].thread.wait.kind not in skipped]
         else:
-            inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
+            inside = [n for n in near if is_in(self.units[n].thread, wait.setters, unit.thread)]
             if not inside and wait.lost:
                 return []
             # one that itself waits for its next work tells less than this wait
@@ -133,6 +136,7 @@ class _Finder:
             others = [n for n in found if not wait.key or self.units[n].thread.wait.key != wait.key]
             clients = [] if others or (inside and not found) else self._clients(unit)
             found = [] if clients else found
+            self.unasked |= {number} if clients and "clients" not in wait.setters else set()
         if not found and (unit.thread.main or unit.thread.user is not None):
             self.fed.add(number)
         return found or clients
@@ -469,26 +473,6 @@ class _Finder:
         ]
         others = [p for p in _unique([*servers, *users]) if p is not unit.process]
         return [n for p in others if not p.system for n in self._whole(p.where)]
-
-
-def _same(held: str, lock: str) -> bool:
-    def last(text: str) -> str:
-        return text.rsplit(".", 1)[-1].split("(")[0]
-
-    return bool(lock) and last(held) == last(lock)
-
-
-def _is_task(thread: ThreadLook) -> bool:
-    """Whether it runs a task of a pool."""
-    places = (("run", "concurrent/futures/thread.py"), ("worker", "multiprocessing/pool.py"))
-    return thread.task or any(
-        f.name.endswith(name) and f.file.endswith(file) for f in thread.frames for name, file in places
-    )
-
-
-def _is_in(thread: ThreadLook, functions: Sequence[str], like: ThreadLook) -> bool:
-    file = like.user.file if like.user is not None else ""
-    return any(f.file == file and f.name.rsplit(".", 1)[-1] in functions for f in thread.frames)
 
 
 def _unique(processes: Iterable[Process]) -> list[Process]:
