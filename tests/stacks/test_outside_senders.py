@@ -86,3 +86,34 @@ def test_a_named_pipe_that_only_a_shell_keeps_open(tmp_path: Path, shell: str) -
     found = explain_processes(look)
     assert (found.state, found.guilty) == ("unclear", ()), found
     assert "worker" in found.sentence and "into" in found.reason and "commands" in found.reason, found
+
+
+UNREAD = """
+    import subprocess, sys, threading
+
+    def worker():
+        print("x", flush=True)
+        threading.Event().wait()
+
+    def driver():
+        child = subprocess.Popen([sys.executable, "-u", __file__, "worker"], stdout=subprocess.PIPE)
+        child.stdout.read(1)
+        print("ready")
+        child.stdout.read(4)
+
+    worker() if len(sys.argv) > 1 else driver()
+    """
+
+
+def test_a_process_whose_stacks_cannot_be_read_is_not_accused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without py-spy, a Python process that waits for a lock was said to be inside native code."""
+    with running(tmp_path, UNREAD) as job:
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.setattr("sys.prefix", str(tmp_path))
+        monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+        look = look_at(job.pid)
+    found = explain_processes(look)
+    assert (found.state, found.guilty) == ("unclear", ()), found
+    assert "native code" not in found.sentence and any("pip install py-spy" in one for one in look.notes)

@@ -101,7 +101,8 @@ class Root:
     def accused(self) -> bool:
         """Whether it is a hang: it does not move, and somebody needs it."""
         timed = self.soon_s is not None or self.timed_s is not None or self.asked is not None
-        if not self.still or timed or self.stays_alive or all(u.process.system for u in self.units):
+        unread = any(u.thread.wait.kind == "unread" for u in self.units)
+        if unread or not self.still or timed or self.stays_alive or all(u.process.system for u in self.units):
             return False
         unit = self.units[0]
         if unit.thread.wait.kind == "signal" and unit.thread.wait.operation != "pending":

@@ -326,7 +326,8 @@ class ProcessLink:
 class WaitFor:
     """What one thread waits for, from its stack and the kernel."""
 
-    # idle (waits for its next work), work (is in code that waits for no other process), sleep, stopped, device, stdin, signal,
+    # idle (waits for its next work), work (is in code that waits for no other process), unread (unknown), sleep, stopped,
+    # device, stdin, signal,
     # lock, thread, event, queue, child, socket, answer, pipe, output (of a process that has exited), collective, rendezvous,
     # store, ray, file_lock, poll, open, connect
     kind: str

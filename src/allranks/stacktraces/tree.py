@@ -361,6 +361,9 @@ class TreeLook:
         known = None if case.snapshots or case.ended else self.options.known.get(entry.pid)
         threads = self._threads(case, links, locks, children) if case.snapshots and not case.ended else ()
         threads = known.threads if known is not None else threads
+        read = known.read if known is not None else any(shot.stacks for shot in case.snapshots)
+        if case.python and not read:
+            threads = tuple(_unread(thread) for thread in threads)
         # what a rank starts has its environment, too
         environ = entry.environ if entry.python else {}
         ranks = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
@@ -384,7 +387,7 @@ class TreeLook:
             alive=not case.ended,
             ended=case.exit,
             started_s=entry.start_ticks / os.sysconf("SC_CLK_TCK"),
-            read=known.read if known is not None else any(shot.stacks for shot in case.snapshots),
+            read=read,
             notes=known.notes if known is not None else tuple(case.notes),
         )
 
@@ -436,6 +439,12 @@ class TreeLook:
             *lines,
             *(() if self.pyspy else ("py-spy was not found: only /proc was read. pip install py-spy",)),
         )
+
+
+def _unread(thread: ThreadLook) -> ThreadLook:
+    """A thread of Python without its frames: where the kernel does not name its wait, nothing is known of it."""
+    unknown = replace(thread.wait, kind="unread", says="could not be read")
+    return replace(thread, wait=unknown) if thread.wait.kind == "work" else thread
 
 
 def _in_call(thread: ThreadLook, call: GroupCall) -> ThreadLook:
