@@ -16,7 +16,7 @@ import pytest
 from tests.proc import settle
 
 from allranks.cli import main
-from allranks.cli.stacks import finding_json
+from allranks.cli.stacks import finding_json, render
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import ConfigurationError
 from allranks.model.debug_options import DebugOptions
@@ -103,7 +103,9 @@ def test_a_wait_is_followed_through_a_socket_to_the_holder_of_a_lock(tmp_path: P
     assert (found.state, guilty) == ("stuck", [("reward", "threading.Event().wait()")]), found.sentence
     assert [link.role for link in found.chain] == ["trainer"]
     write_look(look, tmp_path / "bundle")
-    assert explain_processes(read_looks([tmp_path / "bundle"])) == found
+    write_look(look, tmp_path / "again")  # the same processes: two folders of one node
+    both = read_looks([tmp_path / "bundle", tmp_path / "again"])
+    assert (explain_processes(both), len(both.processes)) == (found, len(look.processes))
     page = render_processes(look, found)
     assert "What must move first" in page and "refresh" in page
     assert f"job.py:{found.guilty[0].line} in refresh" in draw(look, found)  # not the line of its main thread
@@ -463,3 +465,17 @@ def test_an_idle_member_of_another_group_is_not_accused() -> None:
         5.0,
     )
     assert [one.pid for one in explain_processes(look).guilty] == [3]
+
+
+def test_processes_of_two_nodes_with_the_same_id_are_not_mixed_up() -> None:
+    """Containers number their processes alike: the trainer has the process id of the guilty reward server."""
+    done = ThreadLook(2, "t", WaitFor("event", "waits", lock="done"), main=True, handles=True)
+    asks = ThreadLook(2, "t", WaitFor("socket", "asks", ends=("tcp a:50>b:80",)), main=True)
+    client = ProcessLink(3, "tcp", "tcp a:50>b:80", "tcp b:80>a:50", "client", turn="awaits")
+    server = ProcessLink(4, "tcp", "tcp b:80>a:50", "tcp a:50>b:80", "server", turn="owes")
+    trainer = Process(3, node="a", role="trainer", threads=(asks,), links=(client,))
+    reward = Process(3, node="b", role="reward", threads=(done,), links=(server,))
+    look = JobLook((trainer, reward), 5.0)
+    lines = list(render(explain_processes(look), look))
+    assert "  reward (pid 3 on b): no line: waits" in lines
+    assert "reward ◄ (pid 3 on b): waits" in lines and "trainer (pid 3 on a): asks" in lines, lines

@@ -475,26 +475,25 @@ def render(finding: ProcessFinding, look: JobLook, role: str = "") -> Iterator[s
     yield f"{finding.state.upper()}: {finding.sentence}"
     if finding.reason:
         yield f"  {finding.reason}"
-    guilty = {one.pid for one in finding.guilty}
+    guilty = {(one.node, one.pid) for one in finding.guilty}
+    several = len({p.node for p in look.processes}) > 1
     for one in finding.guilty:
         place = f"{one.file}:{one.line} in {one.function}" if one.file else "no line"
-        yield f"  {one.role} (pid {one.pid}): {place}: {one.wait}"
+        yield f"  {one.role} (pid {one.pid}{f' on {one.node}' * several}): {place}: {one.wait}"
     yield ""
     groups: dict[tuple[str, str], list[Process]] = {}
     for process in look.processes:
         if role in process.name and not process.ours:
-            groups.setdefault((process.role, _does(process)), []).append(process)
+            does = " at ".join(filter(None, process.does))
+            groups.setdefault((process.role, does), []).append(process)
     for (name, does), members in sorted(groups.items(), key=lambda item: _order(item[1], guilty)):
         numbers = f" ×{len(members)}" if len(members) > 1 else ""
         pids = ", ".join(str(p.pid) for p in members[:6]) + (" …" if len(members) > 6 else "")
-        sign = " ◄" if guilty & {p.pid for p in members} else ""
-        yield f"{name}{numbers}{sign} (pid {pids}): {does}"
+        sign = " ◄" if guilty & {p.where for p in members} else ""
+        nodes = f" on {', '.join(dict.fromkeys(p.node for p in members))}" * several
+        yield f"{name}{numbers}{sign} (pid {pids}{nodes}): {does}"
     yield from (f"note: {text}" for text in look.notes)
 
 
-def _order(members: list[Process], guilty: set[int]) -> tuple[bool, bool, int, int]:
-    return not guilty & {p.pid for p in members}, members[0].system, len(members), members[0].pid
-
-
-def _does(process: Process) -> str:
-    return " at ".join(filter(None, process.does))
+def _order(members: list[Process], guilty: set[Where]) -> tuple[bool, bool, int, int]:
+    return not guilty & {p.where for p in members}, members[0].system, len(members), members[0].pid

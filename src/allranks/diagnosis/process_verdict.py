@@ -116,14 +116,14 @@ def _joins_again(dead: Sequence[Process], root: Root) -> bool:
 def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
     best = roots[0]
     chosen = [best]
-    guilty: dict[tuple[int, int], Guilty] = {}
+    guilty: dict[tuple[str, int, int], Guilty] = {}
     for root in chosen:
         for unit in (*root.blamed, *share_object(root)):
             one = guilty_of(unit)
-            guilty.setdefault((one.pid, one.line), one)
+            guilty.setdefault((one.node, one.pid, one.line), one)
     for unit in best.units if len(best.units) == 1 else ():
         if not unit.process.read:  # not Python: the line that started it is what people can see
-            guilty |= {(g.pid, g.line): g for g in _starters(best, unit)}
+            guilty |= {(g.node, g.pid, g.line): g for g in _starters(best, unit)}
     return ProcessFinding(
         "stuck",
         sentence_of(best),

@@ -181,7 +181,7 @@ def write_look(look: JobLook, folder: Path) -> Path:
 
 
 def read_looks(folders: Sequence[str | Path]) -> JobLook:
-    """The looks of several nodes as one: links are joined by their addresses."""
+    """The looks of several nodes as one: links are joined by their addresses. Of a process in two of them the later one."""
     looks = []
     for folder in folders:
         for path in sorted(Path(folder).rglob(LOOK)):
@@ -193,7 +193,7 @@ def read_looks(folders: Sequence[str | Path]) -> JobLook:
         raise InputError(f"no {LOOK} in {', '.join(map(str, folders))}")
     notes = tuple(dict.fromkeys(note for look in looks for note in look.notes))
     return JobLook(
-        tuple(p for look in looks for p in look.processes),
+        tuple({p.where: p for look in looks for p in look.processes}.values()),
         min(look.seconds for look in looks),
         notes,
         tuple(dict.fromkeys(task for look in looks for task in look.tasks)),
