@@ -570,3 +570,16 @@ def test_a_call_that_only_another_call_of_its_clients_would_end_is_guilty_alone(
     trainer = process(3, asks, links=(tcp(3, 51, 80, "client", turn="awaits"),))
     driver = process(1, ASKS, links=(CLIENT,))
     assert answer(driver, engine, trainer) == ("stuck", {(2, 13)})
+
+
+def test_of_several_processes_at_the_other_end_of_a_pipe_none_is_said_to_be_the_one() -> None:
+    """The core made the pipes of its workers before it forked them: the second one has the first one's, too."""
+    core = process(
+        1, thread(1, "pipe", 5, wait_ends=("pipe 2 read",)), links=(pipe(3, 1, "write"), pipe(4, 2, "read"))
+    )
+    first = process(2, thread(2, "pipe", 6, wait_ends=("pipe 1 read",)), links=(pipe(5, 1, "read"),))
+    stuck = thread(3, "event", 7, wait_lock="done")
+    second = process(3, stuck, links=(pipe(3, 1, "write"), pipe(6, 2, "write")))
+    found = explain_processes(JobLook((core, first, second), 5.0))
+    assert [(one.pid, one.line) for one in found.guilty] == [(3, 7)], found
+    assert "role2 (pipe) and waits for role3 (pid 3) or role1 (pid 1)" in found.sentence, found

@@ -75,7 +75,7 @@ def chain_of(root: Root) -> tuple[ChainLink, ...]:
     seen, level = set(root.nodes), list(root.nodes)
     while level and len(links) < 20:
         next_level: list[int] = []
-        groups: dict[tuple[object, ...], list[tuple[Unit, Unit]]] = {}
+        groups: dict[tuple[object, ...], list[tuple[Unit, str]]] = {}
         for node in level:
             for n in waits.graph.waits_for_me.get(node, ()):
                 if n in seen or n not in root.behind:
@@ -88,13 +88,19 @@ def chain_of(root: Root) -> tuple[ChainLink, ...]:
                     user = unit.thread.user
                     line = user and (user.file, user.line)
                     key = (unit.process.role, unit.thread.wait.says, line, target.process.role)
-                    groups.setdefault(key, []).append((unit, target))
+                    ends = [waits.units[m] for m in waits.edges[n] if unit.thread.wait.kind in _ENDS]
+                    names = (f"{u.process.name} (pid {u.process.pid})" for u in (target, *ends))
+                    groups.setdefault(key, []).append((unit, " or ".join(list(dict.fromkeys(names))[:3])))
         links += [_link(pairs) for pairs in groups.values()]
         level = next_level
     return tuple(links)
 
 
-def _link(pairs: Sequence[tuple[Unit, Unit]]) -> ChainLink:
+#: Waits on one end of a connection or pipe, whose other end several processes may have open.
+_ENDS = frozenset({"socket", "pipe"})
+
+
+def _link(pairs: Sequence[tuple[Unit, str]]) -> ChainLink:
     unit, target = pairs[0]
     processes = [one.process for one, _ in pairs]
     numbers = [p.number for p in processes if p.number is not None]
@@ -107,6 +113,6 @@ def _link(pairs: Sequence[tuple[Unit, Unit]]) -> ChainLink:
     if len(processes) > 1:
         first, _, rest = says.partition(" ")
         says, waits = f"{first.removesuffix('s')} {rest}", "wait"
-    to, what = f"{waits} for {target.process.name} (pid {target.process.pid})", f"{waits} for "
+    to, what = f"{waits} for {target}", f"{waits} for "
     text = f"{to}: {says.removeprefix(what)}" if says.startswith(what) else f"{says} and {to}"
     return ChainLink(name, tuple(p.pid for p in processes), text, unit.thread.at)
