@@ -450,7 +450,7 @@ def test_a_sleep_whose_end_is_known_is_waited_for(left_s: float, state: str) -> 
 @pytest.mark.parametrize(
     ("works", "said"),
     [
-        (thread(3, "idle"), ("stuck", {(2, 41)})),
+        (thread(3, "idle"), ("stuck", {(1, 5), (2, 41)})),
         (thread(3, "work", 70, busy=True), ("unclear", set())),
         (thread(3, "lock", 70), ("stuck", {(3, 70)})),
     ],
@@ -561,15 +561,16 @@ def test_a_broker_that_is_not_python_is_not_guilty_of_what_its_clients_do_not_pu
     assert found == (("stuck", {(10, 10), (11, 11)}) if asks else ("moving", set()))
 
 
-def test_a_call_that_only_another_call_of_its_clients_would_end_is_guilty_alone() -> None:
-    """A full engine: its calls wait for one that has no place there any more; the clients wait for their answers."""
+def test_a_call_that_waits_for_one_that_finds_no_room_is_guilty_alone() -> None:
+    """A full engine: the driver has sent the call that would end the others, and waits for their answers, as a trainer does."""
     call = thread(2, "event", 13, handles=True, task=True, wait_lock="done", wait_setters=("release",))
     other = tcp(5, 80, 51, "server", turn="owes")
     engine = process(2, IDLE, call, links=(SERVER, other))
     asks = thread(1, "socket", 7, wait_ends=("tcp h:51>h:80",))
     trainer = process(3, asks, links=(tcp(3, 51, 80, "client", turn="awaits"),))
-    driver = process(1, ASKS, links=(CLIENT,))
+    driver = process(1, replace(ASKS, sent=("release",)), links=(CLIENT,))
     assert answer(driver, engine, trainer) == ("stuck", {(2, 13)})
+    assert answer(process(1, ASKS, links=(CLIENT,)), engine, trainer)[1] == {(1, 5), (2, 13), (3, 7)}
 
 
 def test_of_several_processes_at_the_other_end_of_a_pipe_none_is_said_to_be_the_one() -> None:

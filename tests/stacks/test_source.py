@@ -181,3 +181,11 @@ def test_a_loop_that_ends_by_an_answer_is_told_from_one_that_runs_for_ever(line:
 
 def test_a_limit_around_a_wait_is_not_what_is_waited_for() -> None:
     assert source.waited_object("got = await asyncio.wait_for(jobs.get(), 30)\n", 1) == ("jobs", "get")
+
+
+def test_a_method_that_was_called_before_a_line() -> None:
+    text = "class A:\n    def release(self): self.a.release()\ncall = a.stop.remote()\nget(call)\na.release.remote()\n"
+    assert [source.calls_before(text, 4, name) for name in ("stop", "release")] == [True, False]
+    assert source.calls_before(text, 6, "release")
+    inside = "def f(a):\n    a.release()\n    get(a)\n"
+    assert source.calls_before(inside, 3, "release") and not source.calls_before(inside, 2, "release")

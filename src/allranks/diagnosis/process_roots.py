@@ -195,10 +195,10 @@ def share_object(root: Root) -> list[Unit]:
 
 
 def hub(root: Root) -> list[Unit]:
-    """Of a circle the units that all the others wait for: calls that wait for another call of those that wait for them, or the
-    process that cannot tell its ZMQ peers apart, where which one it needs is unknown."""
+    """Of a circle the units that all the others wait for: calls that wait for one that was sent, but finds no room beside them, or
+    the process that cannot tell its ZMQ peers apart, where which one it needs is unknown."""
     inside, edges, units = set(root.nodes), root.waits.edges, root.waits.units
-    middle = inside & root.waits.unasked
+    middle = inside & root.waits.full
     if not middle and len(inside) > 2:
         middle = {n for n in inside if units[n].thread.wait.operation == "zmq"}
         middle = {n for n in middle if all(inside & set(edges[m]) == {n} for m in inside - {n})}

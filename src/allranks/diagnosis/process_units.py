@@ -46,9 +46,9 @@ class Waits:
     outside: dict[
         int, ProcessLink
     ]  # of units that wait on a link whose other end is in no process of the job
-    unasked: frozenset[int] = (
+    full: frozenset[int] = (
         frozenset()
-    )  # units that handle a call and wait for what only another call would do
+    )  # units that wait for a call, which was sent, but finds no room beside theirs
 
     @cached_property
     def graph(self) -> Graph:

@@ -44,7 +44,7 @@ class _Finder:
         self.units = tuple(self._reread(unit) for unit in self.units)
         self.moved: set[int] = set()
         self.outside: dict[int, ProcessLink] = {}
-        self.unasked: set[int] = set()
+        self.full: set[int] = set()
         self.fed: set[int] = set()  # units whose wait nobody in their process is about to end
 
     def find(self) -> Waits:
@@ -52,9 +52,7 @@ class _Finder:
         for number in sorted(self.fed):
             behind = Graph(edges, ()).behind([number])
             edges[number] = tuple(n for n in self._feeders(number) if n not in behind) or edges[number]
-        return Waits(
-            self.look, self.units, edges, frozenset(self.moved), self.outside, frozenset(self.unasked)
-        )
+        return Waits(self.look, self.units, edges, frozenset(self.moved), self.outside, frozenset(self.full))
 
     def _reread(self, unit: Unit) -> Unit:
         """What the threads of other processes say of a unit: that several roles are at its line, which tells little without
@@ -82,7 +80,6 @@ class _Finder:
         """Whether those that have the other ends of its pipes open only read from the same pipes, and do nothing else. What
         never blocks is written by signal handlers."""
         links = [one for one in unit.process.links if one.end in unit.thread.wait.ends and one.side == "read"]
-        links = [one for one in links if not one.named]
         near = [p for one in links for p in self.ends.get(one.peer, ())]
         if not near or not all(any(self._on_same_side(p, one, unit) for one in links) for p in near):
             return False
@@ -136,7 +133,8 @@ class _Finder:
             others = [n for n in found if not wait.key or self.units[n].thread.wait.key != wait.key]
             clients = [] if others or (inside and not found) else self._clients(unit)
             found = [] if clients else found
-            self.unasked |= {number} if clients and "clients" not in wait.setters else set()
+            sent = {name for n in clients for name in self.units[n].thread.sent}
+            self.full |= {number} if sent & {*wait.setters} else set()
         if not found and (unit.thread.main or unit.thread.user is not None):
             self.fed.add(number)
         return found or clients
@@ -240,9 +238,10 @@ class _Finder:
             others = [p for p in others if all(one.end != link.end for one in p.links)] or others
             if link.kind == "pipe":
                 others = [p for p in others if not self._on_same_side(p, link, unit)]
-                others = [p for p in others if not self._keeps_open(p, link, unit)]
-                if link.named and not others:
+                writers = [p for p in others if not self._keeps_open(p, link, unit)]
+                if others and not writers:
                     self.outside[number] = link
+                others = writers
             if len(others) > 1:  # any of them may write: those that were forked keep the end, too
                 others = [p for p in others if self._works(p)] or others
             for process in _unique(others):

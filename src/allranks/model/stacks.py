@@ -364,6 +364,7 @@ class ThreadLook:
     user: StackFrame | None = None  # the innermost line of the user's code
     caller: str = ""  # "reward.py:62", if other roles are at the same line
     later: tuple[str, ...] = ()  # FIFOs and joins later in its code that other threads wait for
+    sent: tuple[str, ...] = ()  # methods that others wait for, which its function has called before its line
 
     @property
     def at(self) -> str:

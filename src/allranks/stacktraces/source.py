@@ -372,6 +372,16 @@ def calls_later(text: str, line: int, name: str) -> bool:
     return bool(names & _called(n for n in _own_nodes(around[0]) if getattr(n, "lineno", 0) > line))
 
 
+def calls_before(text: str, line: int, method: str) -> bool:
+    """Whether the function around a line, or the module outside of functions, names a method of an object before that line."""
+    tree, around = _tree(text), _last_function(_around(text, line))
+    if tree is None or method not in text:
+        return False
+    inside = bool(around) and isinstance(around[0], ast.FunctionDef | ast.AsyncFunctionDef)
+    nodes = _own_nodes(around[0] if inside else tree)
+    return any(isinstance(n, ast.Attribute) and n.attr == method and n.lineno < line for n in nodes)
+
+
 def _last_word(node: ast.expr) -> str:
     """`self.done` is done, `request["done"]` too."""
     if isinstance(node, ast.Attribute):

@@ -330,18 +330,28 @@ class TreeLook:
         return JobLook(named, seconds, (*self._notes(), *([note] if note else [])), tasks)
 
     def _with_later(self, processes: list[Process]) -> list[Process]:
-        """Marks threads that would open a FIFO, or join a group, that another one waits for."""
+        """Marks threads that would open a FIFO, or join a group, that another one waits for, or have called what it waits for."""
         waits = [t.wait for p in processes for t in p.threads]
         names = {wait.path.rsplit("/", 1)[-1] for wait in waits if wait.kind == "open"}
         joins = any(wait.kind == "rendezvous" for wait in waits)
-        if not names and not joins:
+        calls = {one for p in processes for t in p.threads if t.handles for one in t.wait.setters}
+        if not names and not joins and not calls:
             return processes
         return [
             replace(
-                p, threads=tuple(replace(t, later=self._later(p.pid, t, names, joins)) for t in p.threads)
+                p,
+                threads=tuple(
+                    replace(t, later=self._later(p.pid, t, names, joins), sent=self._sent(p.pid, t, calls))
+                    for t in p.threads
+                ),
             )
             for p in processes
         ]
+
+    def _sent(self, pid: int, thread: ThreadLook, calls: set[str]) -> tuple[str, ...]:
+        user = thread.user
+        text = self.sources.text(user.file, pid) if user is not None and calls else ""
+        return tuple(n for n in calls if user is not None and source.calls_before(text, user.line, n))
 
     def _later(self, pid: int, thread: ThreadLook, names: set[str], joins: bool) -> tuple[str, ...]:
         """Of these FIFOs those that its function still mentions; the call that joins a group, if it is ahead of any frame."""
