@@ -202,7 +202,7 @@ def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls:
         return extra
     if len(p2p) == 1 and _went_on(context, p2p[0], calls):
         finding = explain_ranks(context, p2p[0], p2p[0].missing)
-        return replace(finding, cause="p2p_mismatch", confidence=0.7)
+        return replace(finding, cause="p2p_mismatch", confidence=min(0.7, finding.confidence))
     return _no_partner(context, ranks, p2p, calls)
 
 

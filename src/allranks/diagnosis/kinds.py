@@ -369,7 +369,7 @@ PHRASES = {
     "op_at": "{op}[ at {at}]",
     "in_batch": "(call {part} of a batch) ",
     "waited": "{number} {has} waited [at_most?at most ]{wait}",
-    "waits_for_it": "{number} {wait} for it",
+    "waits_for_it": "{number} {wait} for [several?them|it]",
     "waited_in_it": "{number} waited in it",
     "wait_in_it": "{number} [times?[one?has|have] waited in it{times}|{wait} in it]",
     "ended_with": "it ended with {text}",
@@ -396,7 +396,7 @@ PHRASES = {
     # why a rank is the odd one
     "tie": "no majority and no earlier calls show which rank is the odd one",
     "outvoted": "{agree} of {total} ranks agree[; {reason}: a call of one side only, or the end of a loop that came too early or too late]"
-        "[; {absent} left no file and might turn the majority]",
+        "[; {absent} left no whole file and might turn the majority]",
     "changed_itself": "at the same line it did what the others did until then",
     "left_round": "in all earlier rounds rank {rank} made another call at this point",
     "other_groups": "{number} ranks of other groups agree with the other side at the same line",

@@ -310,11 +310,11 @@ def _misfits(context: Context, blocked: Blocked) -> bool:
 
 
 def _lacking(context: Context, blocked: Blocked, ranks: list[int]) -> list[Weighed]:
-    """Findings for ranks that lack in one call: those with a dump, then those without."""
+    """Findings for ranks that lack in one call: those with a dump, then those without, however many."""
     here = tuple(rank for rank in ranks if rank in context.job.ranks)
     gone = tuple(rank for rank in ranks if rank not in context.job.ranks)
-    both = ((here, 1), (gone, 0))
-    return [(context.graph.weight(r), f, explain_ranks(context, blocked, r)) for r, f in both if r]
+    weight = context.graph.weight(here or gone)
+    return [(weight, f, explain_ranks(context, blocked, r)) for r, f in ((here, 1), (gone, 0)) if r]
 
 
 def _calls_of(context: Context, sink: tuple[int, ...]) -> list[Blocked]:
