@@ -295,8 +295,10 @@ def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
         return False
     if blocked.seq <= mismatch.seq or blocked.seq - mismatch.seq - 1 <= mismatch.also:
         return blocked.seq >= mismatch.seq
-    if context.group(blocked).backend.startswith("nccl") and not (blocked.missing or blocked.absent):
-        return True  # NCCL does not notice: what does not fit stays in its buffers, and a later call hangs
+    if not (blocked.missing or blocked.absent):
+        return (
+            True  # the library did not notice: what does not fit stays in its buffers, and a later call hangs
+        )
     return judge(context.job, mismatch).kind != "changed"
 
 
