@@ -44,8 +44,8 @@ class CallDifference:
     seq: int = -1
     count: int = 1  # calls skipped, added, or between the two that are swapped
     either: bool = False  # an added call and an early end of a loop look the same here
-    loop: bool = False  # the added call has come behind this one before: perhaps it comes behind a loop
     agreeing: int = 0  # calls behind it that fit when one of the two is moved; 0: not compared so
+    loop: bool = False  # the added call has come behind this one before: perhaps it comes behind a loop
 
     @property
     def rank(self) -> int:
