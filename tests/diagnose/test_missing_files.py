@@ -12,6 +12,8 @@ from allranks.diagnosis import diagnose
 from allranks.load import LoadResult, load_paths
 from allranks.model.diagnosis import Diagnosis
 
+from .histories import Do, run
+
 HERE = Path(__file__).parent
 FOLDERS = sorted([*HERE.glob("cases/*/dumps"), *HERE.glob("nccl_h200/*/dumps")])
 SOURCES = [*FOLDERS, *sorted(HERE.glob("torch215/*.tar.gz"))]
@@ -65,6 +67,16 @@ def test_one_rank_alone_in_a_new_call_asks_for_the_file_that_is_missing() -> Non
     verdict = without(load_paths([str(HERE / "torch215" / "extra_call.tar.gz")]), 0).verdict
     assert verdict is not None and verdict.confidence < SURE
     assert "the file of rank 0" in verdict.missing_evidence
+
+
+def test_a_first_round_shows_nothing_of_which_of_two_ranks_is_odd() -> None:
+    """Rank 3 makes one call more; of four files two are missing."""
+    programs = {rank: [Do("all_reduce", line=line) for line in (10, 11)] for rank in range(4)}
+    programs[3].append(Do("all_reduce", line=12))
+    traces = run({"world": (0, 1, 2, 3)}, programs, backend="nccl").traces(lost=frozenset({0, 1}))
+    verdict = diagnose(traces).verdict
+    assert verdict is not None and verdict.confidence < SURE
+    assert "the file of ranks 0, 1" in verdict.missing_evidence
 
 
 @pytest.mark.parametrize("source", FOLDERS, ids=lambda path: path.parent.name)

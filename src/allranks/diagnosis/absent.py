@@ -14,6 +14,7 @@ from allranks.diagnosis.alignment import (
     find_shift,
     find_skip_over_groups,
     step_keys,
+    usual_next,
 )
 from allranks.diagnosis.context import (
     Context,
@@ -66,7 +67,9 @@ def _unless_alone(context: Context, blocked: Blocked, found: Finding) -> Finding
     """The finding, less sure where one rank waits in a call that may be its alone, and the whole file of another would show it."""
     wait, views = blocked.p2p, context.job.ranks
     lost = tuple(r for r in context.group(blocked).members if r not in views or views[r].cut)
-    new = wait is not None or len(found.ranks) > 1 or min(blocked.rows) in context.left_round
+    rank, row = min(blocked.rows.items())
+    keys = step_keys(context.job.ranks[rank])
+    new = wait is not None or len(found.ranks) > 1 or not (keys[usual_next(keys, row)] == keys[row]).any()
     if found.kind != "never_entered" or len(blocked.rows) > 1 or not new or not lost:
         return found
     if wait is not None and _known_partner(context, wait):
