@@ -64,7 +64,7 @@ def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) ->
 
 
 def _unless_alone(context: Context, blocked: Blocked, found: Finding) -> Finding:
-    """The finding, less sure where one rank waits in a call that may be its alone, and the whole file of another would show it."""
+    """The finding, less sure where one rank waits in a call that perhaps only it makes, and a file that would show it is missing."""
     wait, views = blocked.p2p, context.job.ranks
     lost = tuple(r for r in context.group(blocked).members if r not in views or views[r].cut)
     rank, row = min(blocked.rows.items())
