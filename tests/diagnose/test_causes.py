@@ -407,3 +407,30 @@ def test_a_rank_that_waits_for_a_file_lock_of_one_that_waits_for_it_is_told_who_
     verdict = verdict_of(diagnose(traces, stacks=[now]))
     assert "waits for a file lock at data.py:8 in lock (rank 0 holds the lock)" in verdict.sentence
     assert verdict.advice == ("let rank 0 release the lock before it enters barrier #21 of group default_pg",)
+
+
+def test_a_call_that_has_come_behind_a_loop_before_is_not_called_an_extra_one_for_sure() -> None:
+    """Rank 1 leaves the loop of its second epoch early and comes to the barrier behind it."""
+    step = [Do("all_gather", line=16), Do("reduce_scatter", line=17), Do("reduce_scatter", line=17)]
+    epoch = [*step * 8, Do("barrier", line=18)]
+    programs = {rank: [*epoch, *epoch] for rank in range(3)}
+    programs[1] = [*epoch, *step * 5, Do("barrier", line=18), *epoch]
+    world = run({"world": (0, 1, 2)}, programs, backend="gloo")
+    verdict = verdict_of(diagnose(world.traces()))
+    assert verdict.ranks == (1,) and "train.py:18" in verdict.where
+    assert "left its loop early" in verdict.sentence
+
+
+def test_a_call_that_ends_late_does_not_hide_the_mismatch_before_it() -> None:
+    """gloo accepted another reduction; two calls later the end of a call is recorded on two ranks, and on the third not yet."""
+    programs = {rank: [Do("all_reduce", reduce_op="sum")] * 12 for rank in range(3)}
+    programs[1] = [*programs[0][:9], Do("all_reduce", reduce_op="max"), *programs[0][10:]]
+    traces = []
+    for trace in run({"world": (0, 1, 2)}, programs, backend="gloo").traces():
+        calls = trace.calls.copy()
+        calls["state"], calls["flags"], calls["completed_ns"] = State.COMPLETED, 0, calls["created_ns"] + 10
+        if trace.header.rank == 0:
+            calls["state"][-1], calls["completed_ns"][-1] = State.STARTED, 0
+        traces.append(replace(trace, calls=calls, kind="black box 2"))
+    options = DiagnoseOptions(now_ns=int(traces[0].calls["created_ns"][-1]) + 10**9)
+    expect(diagnose(traces, options=options), "reduce_op_mismatch", 1)

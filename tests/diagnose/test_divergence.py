@@ -48,11 +48,11 @@ def as_of(traces: Sequence[RankTrace], now_ns: int) -> list[RankTrace]:
 
 
 def named_in_time(name: str) -> Finding | None:
-    """What two looks in a row, half a second apart, show before a rank has waited for 5 s."""
+    """What two looks in a row, half a second apart, show before a rank has waited for 5 s, or the job has ended for so long."""
     traces = _read(name)[1]
     calls = np.concatenate([trace.calls for trace in traces])
     waits = calls[calls["completed_ns"] == 0]["created_ns"]
-    end = int(waits.min()) + 5 * SECOND if len(waits) else int(calls["created_ns"].max())
+    end = int(waits.min() if len(waits) else calls["created_ns"].max()) + 5 * SECOND
     before: object = None
     for now_ns in range(int(calls["created_ns"].min()) + SECOND // 8, end, SECOND // 2):
         found = find_divergence(as_of(traces, now_ns), now_ns)

@@ -69,3 +69,16 @@ def test_a_rank_seen_elsewhere_never_posted_rather_than_entered_a_receive() -> N
     traces = run({"world": (0, 1)}, programs).traces()
     verdict = verdict_of(diagnose(traces, stacks=[RankNow(1, "sleep", "data.py:8 in load")]))
     assert "rank 1 never posted the send for rank 0's recv from rank 1" in verdict.sentence
+
+
+def test_a_rank_in_a_new_collective_while_several_messages_wait_for_it_is_named_alone() -> None:
+    """A stage calls a barrier that the other stage does not, or left out its messages: either way it is this rank."""
+    step = {0: [Do("send", peer=1, line=20)], 1: [Do("recv", peer=0, line=20)]}
+    programs = {rank: [Do("all_reduce"), *step[rank] * 4] for rank in range(2)}
+    programs[1].insert(4, Do("all_reduce", line=30))
+    world = run({"world": (0, 1)}, programs, backend="gloo")
+    last = world.calls[0][-1]
+    second = Do("recv", peer=1, line=22)
+    world.calls[0].append(replace(last, do=second, created=last.created + 10**6))  # of one batch
+    verdict = expect(diagnose(world.traces()), "p2p_mismatch", 1)
+    assert "it is in all_reduce" in verdict.sentence and "train.py:30" in verdict.sentence

@@ -137,6 +137,19 @@ def test_a_healthy_job_with_a_file_missing_blames_nobody(name: str) -> None:
         assert _outcome(name, lost=rank).diagnosis.status == "ok"
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("broadcast_skipped", "continued to all_reduce #15 of group default_pg at broadcast_skipped.py:12"),
+        ("message_sizes", "sends [[4]] at message_sizes.py:11, rank 1 expects [[8]] at message_sizes.py:13"),
+    ],
+)
+def test_a_difference_is_shown_with_both_lines(name: str, sentence: str) -> None:
+    """The call in which the rank is instead, or the other end of the message."""
+    verdict = _outcome(name).diagnosis.verdict
+    assert verdict is not None and sentence in verdict.sentence
+
+
 def pack(folder: Path) -> None:
     """Writes the archives, with paths of this machine replaced by others of equal length: boxes hold offsets."""
     import torch

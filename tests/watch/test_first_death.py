@@ -55,3 +55,20 @@ def test_a_refused_connection_of_the_program_is_not_one_between_ranks() -> None:
     ):
         (death,) = find_deaths([sample(0, 3, closed=said.format(kind))], {}, since_ns=0)
         assert death.secondary and death.of_torch is of_torch
+
+
+def test_a_wait_that_timed_out_is_not_called_a_broken_connection() -> None:
+    """A store without the key, or a collective without a rank: all connections are there."""
+    said = "exception: DistStoreError (job.py:13): {}"
+    losses = {
+        text: find_deaths([sample(0, 3, closed=said.format(text), closed_ns=5)], {}, since_ns=0)[0].loss
+        for text in (
+            "wait timeout after 300000ms, keys: /0/0",
+            "Timed out waiting 1800000ms",
+            "Connection reset by peer",
+        )
+    }
+    assert list(losses.values()) == [
+        *["a wait for other ranks timed out"] * 2,
+        "connections between ranks broke",
+    ]

@@ -14,6 +14,7 @@ from allranks.diagnosis.alignment import (
     find_shift,
     find_skip_over_groups,
     step_keys,
+    usual_next,
 )
 from allranks.diagnosis.context import (
     Context,
@@ -38,6 +39,7 @@ from allranks.model.trace import State
 ENDING_S = 5.0  # what a rank may take to end when it is interrupted
 #: Causes of `allranks stacks` that say the rank is inside a call after all, or say nothing.
 UNTELLING = frozenset({"", "unknown", "healthy", "collective_wait", "p2p_wait", "gone"})
+TIE = 0.55  # one rank waits, and which one is odd depends on a file that is missing
 UNREAD = "unread"  # as the cause of a RankNow: the rank has a file that could not be read
 
 
@@ -58,7 +60,22 @@ def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) ->
             return _lone_waiter(context, blocked, ranks)
         if (skip := _over_groups(context, blocked, ranks)) is not None:
             return left_program(context, group, skip, blocked)
-    return _never_entered(context, blocked, ranks)
+    return _unless_alone(context, blocked, _never_entered(context, blocked, ranks))
+
+
+def _unless_alone(context: Context, blocked: Blocked, found: Finding) -> Finding:
+    """The finding, less sure where one rank waits in a call that perhaps only it makes, and a file that would show it is missing."""
+    wait, views = blocked.p2p, context.job.ranks
+    lost = tuple(r for r in context.group(blocked).members if r not in views or views[r].cut)
+    rank, row = min(blocked.rows.items())
+    keys = step_keys(context.job.ranks[rank])
+    new = wait is not None or len(found.ranks) > 1 or not (keys[usual_next(keys, row)] == keys[row]).any()
+    if found.kind != "never_entered" or len(blocked.rows) > 1 or not new or not lost:
+        return found
+    if wait is not None and _known_partner(context, wait):
+        return found
+    asked = (*found.missing_evidence, say("file_of", ranks=ranks_text(lost)))
+    return replace(found, confidence=min(TIE, found.confidence), missing_evidence=asked)
 
 
 def lacking(
@@ -330,7 +347,7 @@ def _left_its_round(context: Context, ranks: tuple[int, ...]) -> Finding | None:
         return None
     rank, usual = next(iter(broken.items()))
     row = context.first_open(rank)
-    if row < 0:
+    if row < 0 or not _kept_by_another(context, rank, usual):
         return None
     blocked = next(b for b in context.blocked if b.rows.get(rank) == row)
     cause, what = _difference(context, rank, row, usual)
@@ -339,6 +356,21 @@ def _left_its_round(context: Context, ranks: tuple[int, ...]) -> Finding | None:
     facts = {"line": line, "difference": what, "absent": ranks_text(ranks), "skipped": skipped, "usual": at}
     found = lacking(context, "left_its_round", blocked, (rank,), 0.0, cause, **facts)
     return replace(found, where=at if skipped else line)
+
+
+def _kept_by_another(context: Context, rank: int, usual: int) -> bool:
+    """Whether another rank made the call that this one has always made here, or waits where it should be or where it is: without
+    one, perhaps all of them left the round. Of a message the other end is another call; a line tells of itself what was passed before."""
+    view, row = context.job.ranks[rank], context.first_open(rank)
+    others = [(context.job.ranks[each], context.first_open(each)) for each in context.waiting_but((rank,))]
+    if is_p2p(view.family[[usual]])[0]:
+        return len(others) > 0
+    lines = {int(view.stack[usual]), int(view.stack[row])}
+    here, usually = (place(context.job.frames(rank, at)) for at in (row, usual))
+    if here == usually or any(int(other.stack[at]) in lines for other, at in others):
+        return True
+    made = [int((each.stack[: at + 1] == view.stack[usual]).sum()) for each, at in [(view, row), *others]]
+    return max(made) > made[0] and not context.forgetful(context.job.ranks)
 
 
 def _difference(context: Context, rank: int, row: int, usual: int) -> tuple[str, str]:

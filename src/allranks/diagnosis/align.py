@@ -346,14 +346,13 @@ def _finish_known(job: Job) -> Job:
         if not view.trace.is_box and len(view.now) >= MIN_UNTOLD and _is_untold(job, view):
             changed[rank] = view.now.copy()
             changed[rank][:-1] = np.where(view.now[:-1] == Now.OPEN, Now.LEFT, view.now[:-1])
-    whole = [g for g in job.groups if g.backend.startswith("nccl") and all(r in job.ranks for r in g.members)]
+    there = {rank for rank, view in job.ranks.items() if not view.cut}
+    whole = [g for g in job.groups if g.backend.startswith("nccl") and there.issuperset(g.members)]
     lacked = any(lowest_end(group) < group.last for group in whole)
     for group in whole:
         _finish_reached(job, group, changed)
         if lacked:
             _finish_shared(job, group, changed)
-    if not changed:
-        return job
     return replace(job, ranks={r: replace(v, now=changed.get(r, v.now)) for r, v in job.ranks.items()})
 
 

@@ -45,6 +45,7 @@ class CallDifference:
     count: int = 1  # calls skipped, added, or between the two that are swapped
     either: bool = False  # an added call and an early end of a loop look the same here
     agreeing: int = 0  # calls behind it that fit when one of the two is moved; 0: not compared so
+    loop: bool = False  # the added call has come behind this one before: perhaps it comes behind a loop
 
     @property
     def rank(self) -> int:
@@ -305,7 +306,9 @@ class CallPair:
         """The rank made a call more; `known`: one that it has made before."""
         inserted = at + 1 < len(self.mine) and bool(self.mine[at + 1] == self.theirs[at])
         sure, reason = 0.85 if always and rounds > 1 else 0.7, say("here_before", rank=self.rank, all=always)
-        return self.differs(at, "extra", 1, sure, reason, not inserted and not known)
+        came_so = (self.theirs[1:at] == self.mine[at]) & (self.theirs[: at - 1] == self.mine[at - 1])
+        found = self.differs(at, "extra", 1, sure, reason, not inserted and not known)
+        return replace(found, loop=not inserted and bool(came_so.any()))
 
     def _left_out(self, at: int, usual: np.ndarray, always: bool) -> CallDifference | None:
         """The rank is in the call that has always come, so many calls later, behind those which the others make now: it left
@@ -346,8 +349,7 @@ class CallPair:
         return bool(alone) and bool((lines[start : start + count] == line).all())
 
     def _left_loop(self, at: int) -> CallDifference | None:
-        """The others repeat a call; the rank has stopped repeating it and is in one of the program that it made before, more
-        often."""
+        """The others repeat a call; the rank has stopped repeating it and is in one that it made before, more often."""
         me, known, them = self.mine[at], self.theirs[:at], self.theirs[at]
         more_often = int((known == me).sum()) >= int((known == them).sum())
         repeats = at > 1 and bool((known[-2:] == them).all())

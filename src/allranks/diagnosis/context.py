@@ -339,11 +339,12 @@ class Context:
         """ "7 ranks have waited 31 s": all that wait for the guilty, directly or not, as long as the first of them."""
         failed = {rank for rank, row in blocked.rows.items() if self.job.ranks[rank].now[row] == Now.FAILED}
         behind = self.alive({*self.waiters_behind(guilty), *blocked.waiters} - set(guilty)) - failed
+        it = "them" if len(guilty) > 1 else "it"
         if (blocked.rows and len(failed) == len(blocked.rows)) or not behind:
-            return self.failure(blocked) or say("waits_for_it", number=count(0, "rank"), wait="wait")
+            return self.failure(blocked) or say("waits_for_it", number=count(0, "rank"), wait="wait", it=it)
         wait, one, number = self.waited(blocked), len(behind) == 1, count(len(behind), "rank")
         verbs = {"wait": "waits" if one else "wait", "has": "has" if one else "have"}
-        text = say("waits_for_it", number=number, wait=verbs["wait"])
+        text = say("waits_for_it", number=number, wait=verbs["wait"], it=it)
         if wait is not None:
             text = say(
                 "waited", number=number, has=verbs["has"], wait=duration(wait), at_most=self.at_most(blocked)

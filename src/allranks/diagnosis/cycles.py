@@ -200,9 +200,9 @@ def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls:
     extra = _only_message(context, p2p[0], calls) if len(p2p) == 1 else None
     if extra is not None:
         return extra
-    if len(p2p) == 1 and _went_on(context, p2p[0], calls):
-        finding = explain_ranks(context, p2p[0], p2p[0].missing)
-        return replace(finding, cause="p2p_mismatch", confidence=0.7)
+    if all(call.missing == p2p[0].missing for call in p2p) and _went_on(context, p2p[0], calls):
+        finding = explain_ranks(context, min(p2p, key=context.age), p2p[0].missing)
+        return replace(finding, cause="p2p_mismatch", confidence=min(0.7, finding.confidence))
     return _no_partner(context, ranks, p2p, calls)
 
 

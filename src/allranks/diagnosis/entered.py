@@ -11,7 +11,7 @@ from allranks.diagnosis.cycles import find_short_round
 from allranks.diagnosis.job import ROOTED, Family, Now
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.match import known_inside
-from allranks.diagnosis.waits import Blocked
+from allranks.diagnosis.waits import Blocked, has_unseen_members
 from allranks.model.diagnosis import Finding
 from allranks.model.formatting import one_line, ranks_text
 from allranks.model.trace import Flag, State
@@ -29,6 +29,8 @@ def explain_alone(context: Context, every: list[Blocked]) -> Finding | None:
 
 def explain_call(context: Context, blocked: Blocked) -> Finding | None:
     """The finding for a blocked call that lacks nobody; None when it merely has not finished yet."""
+    if has_unseen_members(context.job, blocked):
+        return _finding(context, "alone", blocked, (), who=who(context.job, blocked.waiters))
     if blocked.unsure:
         return _finding(context, "unsure", blocked, blocked.unsure, many=len(blocked.unsure) > 1)
     if (ended := _ended_inside(context, blocked)) is not None:

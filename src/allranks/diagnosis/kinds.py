@@ -249,7 +249,7 @@ KINDS = {
         "let all ranks enter these groups in the same order, or in one batch"),
     # ---- a rank whose calls differ from those of the others
     "skipped": Kind("missing_rank", 0.9,
-        "{who} skipped {made}[ at {at}][ and {more} behind it], which [{others}|the others] made, and continued" + _SINCE,
+        "{who} skipped {made}[ at {at}][ and {more} behind it], which [{others}|the others] made, and continued[open? to {now_in}]" + _SINCE,
         "{reason}\n{sides}", "[open?whether rank {rank} makes the call behind the one that it is in: then its calls are in another order]",
         "look for a condition, an exception or an early end of a loop that makes rank {rank} skip [{at}|that line]"),
     "extra": Kind("extra_collective", 0.9,
@@ -369,7 +369,7 @@ PHRASES = {
     "op_at": "{op}[ at {at}]",
     "in_batch": "(call {part} of a batch) ",
     "waited": "{number} {has} waited [at_most?at most ]{wait}",
-    "waits_for_it": "{number} {wait} for it",
+    "waits_for_it": "{number} {wait} for {it}",
     "waited_in_it": "{number} waited in it",
     "wait_in_it": "{number} [times?[one?has|have] waited in it{times}|{wait} in it]",
     "ended_with": "it ended with {text}",
@@ -396,7 +396,7 @@ PHRASES = {
     # why a rank is the odd one
     "tie": "no majority and no earlier calls show which rank is the odd one",
     "outvoted": "{agree} of {total} ranks agree[; {reason}: a call of one side only, or the end of a loop that came too early or too late]"
-        "[; {absent} left no file and might turn the majority]",
+        "[; {absent} left no whole file and might turn the majority]",
     "changed_itself": "at the same line it did what the others did until then",
     "left_round": "in all earlier rounds rank {rank} made another call at this point",
     "other_groups": "{number} ranks of other groups agree with the other side at the same line",

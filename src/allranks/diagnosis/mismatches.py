@@ -56,7 +56,12 @@ class _Story:
         sure = min(TURNABLE, found.confidence) if turned else found.confidence
         if found.kind == "swapped" and context.forgetful(group.lanes):
             sure = min(LOST, sure)  # behind a call that was skipped or added a short ring may look swapped
-        facts = {"at": at, "rank": str(found.rank), "either": found.either, "reason": found.reason}
+        facts = {
+            "at": at,
+            "rank": str(found.rank),
+            "either": found.either or found.loop,
+            "reason": found.reason,
+        }
         facts |= {"others": ranks_text(others) if others else "", "called": self._called(others)}
         facts |= {"seq": str(found.seq), "label": group.label, "sides": self._sides(), **self._since()}
         op = context.job.op(maker, group.lanes[maker].row(found.seq))
@@ -298,16 +303,17 @@ def explain_p2p(context: Context, mismatch: P2PMismatch) -> Finding:
 def _ends(context: Context, mismatch: P2PMismatch, ends: list[tuple[int, int]]) -> tuple[str, str]:
     """What the sender sends and what the receiver expects."""
     job = context.job
-    if mismatch.aspect == "tag":
-        tags = [str(int(job.ranks[rank].trace.calls["tag"][row])) for rank, row in ends]
-        at = [place(job.frames(rank, row)) for rank, row in ends]
-        return say("op_at", op=tags[0], at=at[0]), say("op_at", op=tags[1], at=at[1])
+    at = [place(job.frames(rank, row)) for rank, row in ends]
     sent, taken = (job.shapes(rank, row) for rank, row in ends)
-    if mismatch.aspect == "size":
-        sides = (sent.inputs or sent.outputs, taken.outputs or taken.inputs)
-        return str(list(map(list, sides[0]))), str(list(map(list, sides[1])))
-    dtypes = (sent.input_dtypes or sent.output_dtypes, taken.output_dtypes or taken.input_dtypes)
-    return "/".join(dtypes[0]), "/".join(dtypes[1])
+    if mismatch.aspect == "tag":
+        sides = [str(int(job.ranks[rank].trace.calls["tag"][row])) for rank, row in ends]
+    elif mismatch.aspect == "size":
+        sizes = (sent.inputs or sent.outputs, taken.outputs or taken.inputs)
+        sides = [str(list(map(list, each))) for each in sizes]
+    else:
+        dtypes = (sent.input_dtypes or sent.output_dtypes, taken.output_dtypes or taken.input_dtypes)
+        sides = ["/".join(each) for each in dtypes]
+    return say("op_at", op=sides[0], at=at[0]), say("op_at", op=sides[1], at=at[1])
 
 
 def _tag_is_odd(context: Context, rank: int, row: int) -> bool:

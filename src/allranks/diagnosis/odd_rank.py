@@ -51,10 +51,17 @@ def judge(job: Job, mismatch: Mismatch) -> CallDifference:
         culprit = rule(case)
         if culprit is not None:
             # Without a majority a file that is missing might have told otherwise.
-            doubtful = culprit.kind == "changed" and odd is None and len(group.lanes) < len(group.members)
-            return replace(culprit, confidence=round(culprit.confidence * (0.8 if doubtful else 1.0), 2))
+            doubtful = odd is None and _unseen(group, mismatch.seq) > 0
+            sure = culprit.confidence * (0.8 if culprit.kind == "changed" else 0.65)
+            return replace(culprit, confidence=round(sure, 2)) if doubtful else culprit
     everyone = tuple(sorted(rank for _, ranks in mismatch.classes for rank in ranks))
     return case.changed(everyone, 0.5, say("tie"))
+
+
+def _unseen(group: GroupView, seq: int) -> int:
+    """How many members have no file, or one that ends before this call."""
+    lanes = [group.lanes.get(rank) for rank in group.members]
+    return sum(lane is None or (lane.cut and lane.last < seq) for lane in lanes)
 
 
 def _difference(
@@ -195,7 +202,7 @@ def _outvoted(case: _Case) -> CallDifference | None:
     if case.odd is None:
         return None
     total = sum(len(ranks) for _, ranks in case.mismatch.classes)
-    agree, absent = total - len(case.odd), len(case.group.members) - len(case.group.lanes)
+    agree, absent = total - len(case.odd), _unseen(case.group, case.mismatch.seq)
     turned = agree - len(case.mismatch.classes[1][1]) <= absent
     reason, lost = (
         case.difference.reason if case.difference else "",

@@ -134,6 +134,9 @@ def p2p_states(view: RankCalls) -> np.ndarray:
     flags = calls["flags"]
     part = ((flags & Flag.COALESCED_PART) != 0) & ((flags & Flag.P2P) != 0)
     now = view.now.copy()
+    if view.cut:  # the end of the newest batch may be lost, and its parts are never completed
+        newest_p2p = calls["p2p_seq"] == calls["p2p_seq"][-1:]
+        now[newest_p2p & (flags & Flag.P2P != 0) & (calls["state"] == State.SCHEDULED)] = Now.UNKNOWN
     if not part.any():
         return now
     key = calls["group"].astype(np.int64) << 40 | (calls["p2p_seq"] & (1 << 40) - 1)
@@ -141,7 +144,7 @@ def p2p_states(view: RankCalls) -> np.ndarray:
     state_of = dict(zip(key[ends].tolist(), view.now[ends].tolist(), strict=True))
     parts = np.flatnonzero(part)
     # A batch without its end is still being issued if it is the newest, else nothing is known of it.
-    newest = int(key[parts[-1]])
+    newest = int(key[parts[-1]]) if not view.cut else None
     now[parts] = [state_of.get(k, Now.OPEN if k == newest else Now.UNKNOWN) for k in key[parts].tolist()]
     return now
 

@@ -295,8 +295,10 @@ def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
         return False
     if blocked.seq <= mismatch.seq or blocked.seq - mismatch.seq - 1 <= mismatch.also:
         return blocked.seq >= mismatch.seq
-    if context.group(blocked).backend.startswith("nccl") and not (blocked.missing or blocked.absent):
-        return True  # NCCL does not notice: what does not fit stays in its buffers, and a later call hangs
+    if not (blocked.missing or blocked.absent):
+        return (
+            True  # the library did not notice: what does not fit stays in its buffers, and a later call hangs
+        )
     return judge(context.job, mismatch).kind != "changed"
 
 
@@ -310,11 +312,11 @@ def _misfits(context: Context, blocked: Blocked) -> bool:
 
 
 def _lacking(context: Context, blocked: Blocked, ranks: list[int]) -> list[Weighed]:
-    """Findings for ranks that lack in one call: those with a dump, then those without."""
+    """Findings for ranks that lack in one call: those with a dump, then those without, however many."""
     here = tuple(rank for rank in ranks if rank in context.job.ranks)
     gone = tuple(rank for rank in ranks if rank not in context.job.ranks)
-    both = ((here, 1), (gone, 0))
-    return [(context.graph.weight(r), f, explain_ranks(context, blocked, r)) for r, f in both if r]
+    weight = context.graph.weight(here or gone)
+    return [(weight, f, explain_ranks(context, blocked, r)) for r, f in ((here, 1), (gone, 0)) if r]
 
 
 def _calls_of(context: Context, sink: tuple[int, ...]) -> list[Blocked]:

@@ -74,6 +74,13 @@ def is_lonely(job: Job, blocked: Blocked) -> bool:
     return not group.members_known and len(group.lanes) == 1 and len(job.ranks) > 1
 
 
+def has_unseen_members(job: Job, blocked: Blocked) -> bool:
+    """Whether members of the group have no file: its earlier calls came to their end, and no rank with a file made one of them."""
+    group = job.groups[blocked.group]
+    whole = all(not len(v.trace.calls) or int(v.trace.calls["begin"][0]) == 1 for v in job.ranks.values())
+    return is_lonely(job, blocked) and whole and group.lanes[blocked.waiters[0]].first < blocked.seq
+
+
 def _blocked_p2p(job: Job, wait: P2PWait, index: int, idle: tuple[int, ...]) -> Blocked:
     failed = (wait.rank,) if job.ranks[wait.rank].now[wait.row] == Now.FAILED else ()
     if wait.peer < 0:  # from anyone: a rank that is not waiting itself may still send
@@ -101,6 +108,8 @@ def _with_idle(job: Job, blocked: Blocked, idle: tuple[int, ...], lonely: set[in
         return blocked
     lacking = tuple(rank for rank in idle if rank not in group.lanes)
     if is_lonely(job, blocked) and not job.missing_ranks:
+        if has_unseen_members(job, blocked):
+            return blocked
         others = tuple(sorted(lonely - set(group.lanes)))
         lacking = others or lacking or tuple(rank for rank in job.ranks if rank not in group.lanes)
     absent = blocked.absent or (() if lacking else job.missing_ranks)

@@ -189,7 +189,7 @@ class DeathIncidents:
         if alike is not None:
             verdict = alike
         elif death.secondary and death.where and death.of_torch:  # it lost a peer, and no peer has died
-            sentence = f"connections between ranks broke and no rank had died before: {death.sentence}"
+            sentence = f"{death.loss} and no rank had died before: {death.sentence}"
             verdict = Finding("none_finished", (), sentence, confidence=0.7, where=death.where)
         own = next((s for s in samples if s.pid == death.pid), None)
         if own is not None and own.last_ns:

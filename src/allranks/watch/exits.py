@@ -239,6 +239,12 @@ class Death:
         return self.reason.removeprefix("raised ") in _TORCH_ERRORS
 
     @property
+    def loss(self) -> str:
+        """How it lost the other ranks, where none of them had died."""
+        timed_out = re.search(r"[Tt]ime(d |-)?out", self.text)
+        return "a wait for other ranks timed out" if timed_out else "connections between ranks broke"
+
+    @property
     def sentence(self) -> str:
         return Failure(self.rank, self.reason, self.where, self.text).sentence
 
