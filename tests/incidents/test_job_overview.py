@@ -48,7 +48,7 @@ MOVING = {"line": "Training: step 7, 2.0 steps/s", "level": "good", "state": "tr
 VIEW = JobView(
     "job", "/x", 0.0,
     (row(0, "all_reduce #8 of dp", (1,)), row(1, "computes"), row(2, "all_reduce #8 of dp", (1,)), row(3, "died", alive=False)),
-    incidents=("20260101-030000-hang (hang, open): rank 1 never entered all_reduce #8 of group dp; it sleeps at train.py:7 in load_batch",),
+    incidents=("20260101-030000 (hang, open): rank 1 never entered all_reduce #8 of group dp; it sleeps at train.py:7 in load_batch",),
     line=ANSWER, level="bad", state="hung",
 )  # fmt: skip
 
@@ -173,9 +173,9 @@ def test_lines_fit_the_terminal_and_silent_ranks_come_first_when_not_all_fit() -
     """A narrow and low window."""
     lines = list(render(VIEW, width=50, height=12))
     assert all(len(line) <= 50 for line in lines[1:])
-    told = "incident 20260101-030000-hang (hang, open): `allranks diagnose job` prints the evidence, `allranks page job` opens the page"
+    told = "incident 20260101-030000 (hang, open): `allranks diagnose job` prints the evidence, `allranks page job` opens the page"
     assert " ".join(map(str.strip, lines[-3:])) == told  # the line has the sentence of the incident already
-    other = "20260101-020000-death (death, closed): rank 0 died of SIGKILL"
+    other = "20260101-020000 (death, closed): rank 0 died of SIGKILL"
     lines = list(render(replace(VIEW, incidents=(other,)), width=50, height=12))
     assert " ".join(map(str.strip, lines[-2:])) == f"incident {other}"  # the answer is not cut
     assert [line for line in lines if "waits for rank 1" in line]  # 80 columns cut "waits for r"

@@ -99,9 +99,9 @@ def copy_boxes(boxes: list[Path], target: Path) -> list[str]:
     return missing
 
 
-def new_id(kind: Kind, now: float | None = None) -> str:
-    """An id that sorts by time."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{kind}"
+def new_id(now: float | None = None) -> str:
+    """An id that sorts by time. Without the kind: a stall may become a hang."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
 
 
 def open_incident(
@@ -116,7 +116,7 @@ def open_incident(
 ) -> IncidentFolder:
     """Creates the folder of a new incident."""
     now = time.time()
-    path = _make_folder(folder, new_id(kind, now))
+    path = _make_folder(folder, new_id(now))
     incident = Incident(path.name, kind, job, now, reason, node, ranks, step, folder=str(path.absolute()))
     opened = IncidentFolder(path, incident)
     opened.update()

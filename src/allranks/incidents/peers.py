@@ -308,7 +308,7 @@ def gather_everywhere(
         peers = PeerAgents(client, token)
         try:
             reason = f"asked for on {host}"
-            asked = peers.ask(new_id("request"), reason, folder, stacks=stacks, alone=False)
+            asked = peers.ask(f"{new_id()}-{name}", reason, folder, stacks=stacks, alone=False)
             if asked is None or not asked.agents:
                 raise AllranksError(
                     f"no agent answers at the lighthouse {address}",
