@@ -278,6 +278,7 @@ def test_a_stall_that_ends_is_one_line_and_diagnose_says_the_same(
     said = json.loads(capsys.readouterr().out)
     assert (said["status"], said["verdict"], len(said["findings"])) == ("ok", None, 1)
     assert said["findings"][0]["sentence"] == ended["text"]
+    assert said["summary"][0].startswith(f"evidence of incident {story['id']}, collected ")  # its words are as old
 
 
 def test_the_first_look_at_the_stacks_is_brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
