@@ -232,7 +232,9 @@ def test_stacks_turn_missing_into_stuck_with_the_line() -> None:
         "at data.py:88 in next_batch, where rank 5 is now: check the DataLoader's workers: slow storage, a lock, or a worker that died",
     )
     locked = verdict_of(diagnose(traces, stacks=[replace(now, cause="lock_deadlock")]))
-    assert locked.advice[0].endswith("find the thread that holds this lock, and release it before the next collective")
+    assert locked.advice[0].endswith(
+        "find the thread that holds this lock, and release it before the next collective"
+    )
     assert (
         "it waits for a lock at data.py:88 in next_batch" in locked.sentence
     )  # its holder may wait for the network

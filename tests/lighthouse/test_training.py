@@ -306,7 +306,10 @@ def test_a_rate_is_not_shown_when_its_last_call_or_step_is_old() -> None:
     calls = JobFacts(calls=402, calls_per_s=39.0, usual_s=10.0, nodes=1, begun=True)
     assert describe(calls).text == "Running: 402 calls finished, 39.0 calls/s, 1 node"
     assert describe(replace(calls, silent_s=2.0)).text == describe(calls).text
-    assert describe(replace(calls, silent_s=4.0)).text == "Running: 402 calls finished, the last one 4 s ago, 1 node"
+    assert (
+        describe(replace(calls, silent_s=4.0)).text
+        == "Running: 402 calls finished, the last one 4 s ago, 1 node"
+    )
     steps = JobFacts(step=5, steps_per_s=4.0, usual_s=60.0, silent_s=9.0, begun=True)
     assert describe(steps).text == "Training: step 5, the last step 9 s ago"
     slow = replace(steps, steps_per_s=0.2, silent_s=9.0)  # a step takes 5 s

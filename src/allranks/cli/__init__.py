@@ -112,21 +112,22 @@ def _main(words: list[str], name: str | None) -> int:
 
 def _explain(program: str, error: Exception) -> int:
     """Prints the error and its hint on stderr, with a traceback only for bugs."""
-    from allranks.errors import AllranksError
+    from allranks.errors import AllranksError, why
     from allranks.model.parsing import printable, without_secrets
 
-    hint = getattr(error, "hint", "")
+    hint, text = getattr(error, "hint", ""), str(error)
     if isinstance(error, OSError) and not isinstance(error, AllranksError) and error.errno == errno.ENOSPC:
-        _drop_output()  # else the interpreter would try to write it again
-        hint = "The output is incomplete."
+        text, hint = why(error), "Free some space there, or name another folder."
+        if not error.filename:
+            _drop_output()  # else the interpreter would try to write it again
+            text, hint = "no space left where the output goes", "The output is incomplete."
     elif not isinstance(error, AllranksError | PermissionError | FileNotFoundError):
         import traceback
 
         traceback.print_exc()
         print(f"{program}: this is a bug in allranks; please report it with the lines above", file=sys.stderr)
         return 2
-    text = str(error)
-    if isinstance(error, OSError) and isinstance(error.filename, str | bytes) and error.strerror:
+    elif isinstance(error, OSError) and isinstance(error.filename, str | bytes) and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
         if isinstance(error, PermissionError) and not hint:
             hint = "Is it yours? `ls -ld` shows its owner and permissions."

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from allranks.blackbox.files import folder_bytes
-from allranks.errors import InputError
+from allranks.errors import InputError, why
 from allranks.model.diagnosis import Action, Finding, Incident, Kind, Moment
 from allranks.model.files import write_atomically
 from allranks.model.parsing import printable
@@ -95,7 +95,7 @@ def copy_boxes(boxes: list[Path], target: Path) -> list[str]:
         try:
             shutil.copy2(box, target / box.name)
         except OSError as error:
-            missing.append(f"black box {box.name}: {error.strerror or error}")
+            missing.append(f"black box {box.name}: {why(error)}")
     return missing
 
 
