@@ -125,6 +125,9 @@ def test_without_a_lighthouse_the_line_is_made_of_boxes_and_incidents() -> None:
     assert (found.text, found.level) == (f"Hung for 3 s, at step 7: {sentence}", "bad")
     found = describe(local_facts(VIEW.rows, [{**hang, "kind": "stall"}], watched=True))
     assert found.text.startswith("Looking into it: no progress for 3 s, at step 7") and found.level == "warn"
+    stall = {"kind": "stall", "reason": "no rank has made progress for 10.1 s"}  # the line counts by itself
+    found = describe(local_facts(VIEW.rows, [stall], watched=True))
+    assert found.text == "Looking into it: no progress for 3 s, at step 7"
     for incidents in ([], [{**hang, "closed": 5.0}]):
         assert describe(local_facts(VIEW.rows, incidents, watched=True)).text == "Training: step 7"
     done = replace(VIEW.rows[0], alive=False, doing="exit")

@@ -263,8 +263,8 @@ def ask_lighthouse(address: str) -> LighthouseView:
         return LighthouseView()
     try:
         first = address.split(",")[0]
-        view = web_client.get(first, "/api/page", timeout_s=0.5).object()
-        layout = web_client.get(first, "/api/nodes", timeout_s=0.5).object()
+        view = web_client.get(first, "/api/page", timeout_s=2.0).object()
+        layout = web_client.get(first, "/api/nodes", timeout_s=2.0).object()
         line = view["line"]
         state = StateLine(*(printable(str(line[key])) for key in ("state", "level", "text")))  # type: ignore[arg-type]
         incidents = tuple(one for one in reversed(view["incidents"]) if one.get("kind") != "request")
@@ -283,7 +283,7 @@ def local_facts(rows: Sequence[RankRow], incidents: Iterable[Story], watched: bo
     alive = [row for row in rows if row.alive]
     speeds = sorted(row.steps_per_s for row in alive if row.steps_per_s)
     motion = find_motion(opened)
-    cause = next((one.sentence for one in reversed(opened) if one.kind in ("hang", "stall")), "")
+    cause = next((one.sentence for one in reversed(opened) if one.kind == "hang"), "")
     begun = any(row.calls_completed or row.step >= 0 for row in rows)
     return JobFacts(
         agents=(AgentState(motion, cause),) if watched and alive else (),
