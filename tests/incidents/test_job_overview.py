@@ -24,7 +24,14 @@ from allranks.cli import main
 from allranks.cli.status import render
 from allranks.errors import InputError
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
-from allranks.incidents.job_overview import Overview, find_absent, find_job, find_open, local_facts
+from allranks.incidents.job_overview import (
+    Overview,
+    find_absent,
+    find_job,
+    find_open,
+    incident_texts,
+    local_facts,
+)
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import Explained, WatchOptions
 from allranks.launch.node_agent import NodeAgent
@@ -62,6 +69,25 @@ def test_the_rank_that_others_wait_for_stands_out() -> None:
     assert lines[6].startswith("\x1b[31m") and "died" in lines[6]
     calm = list(render(replace(VIEW, **MOVING), colour=True))  # a long wait that the agent knows to be usual
     assert not any("wait" in line for line in calm[:7]) and "\x1b" not in calm[4]
+
+
+def test_a_rank_that_has_ended_has_no_phase_and_no_incident_is_open_then() -> None:
+    """ "exit [leaving]", and "(hang, open)" of a job that had ended; incidents came in the order of their ends."""
+    ended = replace(row(0, "exit", alive=False), phase="leaving")
+    stories = [
+        {"id": "20260101-030009", "kind": "death", "closed": 5.0, "sentence": "Rank 1 died of SIGKILL"},
+        {"id": "20260101-030001", "kind": "hang", "closed": None, "sentence": "Rank 1 never entered it; 2 ranks have waited 20 s"},
+    ]  # fmt: skip
+    shown = incident_texts(stories, running=False)
+    lines = list(render(JobView("job", "/x", 0.0, (ended,), line="Finished", incidents=shown)))
+    assert lines[3].endswith(" ended")
+    assert lines[4:] == [
+        "incident 20260101-030001 (hang, open at the end): rank 1 never entered it; 2 ranks have waited 20 s",
+        "incident 20260101-030009 (death, closed): rank 1 died of SIGKILL",
+    ]
+    assert incident_texts(stories, running=True)[0].endswith(
+        "(hang, open): rank 1 never entered it; 2 ranks wait for it"
+    )
 
 
 def test_a_rank_whose_node_is_not_known_yet_makes_no_second_node() -> None:

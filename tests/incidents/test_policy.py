@@ -38,7 +38,7 @@ def test_replica_mode_evicts_the_guilty_replica() -> None:
     action = decide_action(1000.0, REPLICA, PolicyState(), PolicyOptions())
     reason = action.reason
     assert (action.kind, action.replica, action.ranks) == ("evict", 2, (5,))
-    assert "rank 5: stuck before collective" in reason
+    assert "rank 5, stuck before collective, 95% sure" in reason
 
 
 def test_whole_job_mode_is_a_dry_run_unless_enabled() -> None:

@@ -122,7 +122,7 @@ _SINCE = (
 _MEMBERS = "[unknown?which ranks are members of the group: its recorder does not say, so a rank without a dump may be lacking]"
 _STACKS = "where {ranks} is now: run `allranks stacks` on its node"
 _HELD = "[ (rank {held_by} holds the lock)]"
-_FIND_OUT = "at {now_at}, where rank {now_rank} is now: {find}|check {now_at}: rank {now_rank} is there now"
+_FIND_OUT = "at {now_at} (rank {now_rank}): {find}|check {now_at}: rank {now_rank} is there now"
 _THERE = "; rank {now_rank} {doing} at {now_at}" + _HELD
 
 # fmt: off

@@ -25,7 +25,15 @@ from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import DOING, JobView, Motion, RankRow
 from allranks.model.formatting import ranks_text, rename
-from allranks.model.job_state import AgentState, JobFacts, OpenIncident, StateLine, StepWork, describe
+from allranks.model.job_state import (
+    AgentState,
+    JobFacts,
+    OpenIncident,
+    StateLine,
+    StepWork,
+    describe,
+    inside_line,
+)
 from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State
 from allranks.watch.samples import SILENT_S, RankSample, letter_of, read_sample, read_samples
@@ -187,7 +195,7 @@ class Overview:
         return JobView(
             job=job, folder=str(self.folder), at=now, rows=with_nodes(rows, seen.nodes), lighthouse=lighthouse,
             line=line.text, level=line.level, state=line.state,
-            incidents=tuple(_incident_line(i) for i in incidents)[-8:],
+            incidents=incident_texts(incidents, running=any(row.alive for row in rows))[-8:],
         )  # fmt: skip
 
     def _row(
@@ -328,9 +336,14 @@ def _result(incident: Story) -> str:
     return str(action.get("result") or "") if isinstance(action, dict) else ""
 
 
-def _incident_line(incident: Story) -> str:
-    state = "closed" if incident.get("closed") else "open"
-    return f"{incident.get('id')} ({incident.get('kind')}, {state}): {_sentence(incident)}"
+def incident_texts(incidents: Iterable[Story], *, running: bool) -> tuple[str, ...]:
+    """A line for each, oldest first. `running`: the job, and so an incident that is not closed, continues."""
+    lines = []
+    for one in sorted(incidents, key=lambda story: str(story.get("id"))):
+        state = "closed" if one.get("closed") else "open" if running else "open at the end"
+        plain = inside_line(_sentence(one), waits=state == "open")
+        lines.append(f"{one.get('id')} ({one.get('kind')}, {state}): {plain}")
+    return tuple(lines)
 
 
 def find_motion(opened: Iterable[OpenIncident]) -> Motion:

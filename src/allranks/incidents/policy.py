@@ -193,7 +193,7 @@ def _why(case: HangFacts, wanted: ActionKind) -> str:
         return "no rank is to blame (network or device)"
     if not case.ranks:
         return "no rank was named"
-    why = f"{ranks_text(case.ranks)}: {case.cause.replace('_', ' ')} ({case.confidence:.0%} sure)"
+    why = f"{ranks_text(case.ranks)}, {case.cause.replace('_', ' ')}, {case.confidence:.0%} sure"
     if case.cause in PROGRAM_FAULT and wanted == "evict":
         why += "; the program differs between ranks, so this may happen again"
     return why

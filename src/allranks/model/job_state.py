@@ -144,11 +144,13 @@ def _hung(facts: JobFacts, hang: OpenIncident | None) -> StateLine:
     return StateLine("hung", "bad", f"{text.rstrip('.')}. {done[:1].upper()}{done[1:]}" if done else text)
 
 
-def inside_line(sentence: str) -> str:
-    """A sentence of an incident after the colon of the line, which itself says for how long."""
-    plain = _WAITED.sub(
-        lambda found: f"{found[1]}{'waits' if found[1] == '1 rank ' else 'wait'} for it", sentence
-    )
+def inside_line(sentence: str, waits: bool = True) -> str:
+    """A sentence of an incident after a colon. `waits`: ranks still wait, and the line itself says for how long."""
+    plain = sentence
+    if waits:
+        plain = _WAITED.sub(
+            lambda found: f"{found[1]}{'waits' if found[1] == '1 rank ' else 'wait'} for it", sentence
+        )
     return plain if plain[1:2].isupper() else f"{plain[:1].lower()}{plain[1:]}"
 
 

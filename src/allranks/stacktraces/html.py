@@ -52,7 +52,7 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
         reason=report.reason if report.reason not in report.sentence else "",
         about=pages.About(job, host, made_s=made_s, facts=(("Ranks", f"{len(report.ranks):,}"),)).rows(),
         advice=[
-            f"at {s.where}, where rank {s.rank} is now: {LOOK_FOR.get(s.cause, 'check this line')}"
+            f"at {s.where} (rank {s.rank}): {LOOK_FOR.get(s.cause, 'check this line')}"
             for s in first
             if s.where
         ],
