@@ -95,6 +95,8 @@ def test_commands_and_doctor_show_it(
     assert (
         shown.startswith(f"{here} is bad (") and shown.count(f"{'x' * 99}…\n") == 4
     )  # a cut sentence says so
+    assert main(["history", "--node", "nope"]) == 0
+    assert capsys.readouterr().out == "No incident that fits these flags is on record.\n"  # others have some
     bad = known_bad(here)
     assert bad is not None and bad.events == 4
     assert known_bad("another") is None

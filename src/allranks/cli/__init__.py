@@ -218,9 +218,10 @@ def _unknown(name: str) -> int:
     """Reports an unknown command, with similar names."""
     from difflib import get_close_matches
 
-    actions = ("evict", "readmit", "collect")  # of `allranks lighthouse`
-    near = get_close_matches(name, COMMANDS, 3, 0.6)
-    near = [f"`allranks lighthouse {one}`" for one in get_close_matches(name, actions, 1, 0.8)] or near
+    actions = {one: f"`allranks lighthouse {one}`" for one in ("evict", "readmit", "collect")}
+    actions |= {"explain": "`allranks doctor explain LOG`", "incidents": "`allranks status JOB`"}
+    near = get_close_matches(name, COMMANDS, 3, 0.7)
+    near = [actions[one] for one in get_close_matches(name, actions, 1, 0.8)] or near
     print(f"allranks: there is no command {name!r}", file=sys.stderr)
     hint = f"Did you mean {' or '.join(near)}?" if near else "`allranks --help` lists the commands."
     print(hint, file=sys.stderr)

@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     lines = lines or [
         f"No node fails repeatedly ({count(len(events), 'incident')} on record)."
         if events
-        else "No incident is on record."
+        else f"No incident{' that fits these flags' if flags.node or flags.cause or flags.job or flags.week else ''} is on record."
     ]
     for event in events[-50:]:
         at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(event.at))
