@@ -127,3 +127,17 @@ def test_enter_shows_the_stack_l_the_log_and_i_the_incident(tmp_path: Path) -> N
             await pilot.press("q")
 
     asyncio.run(drive())
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+def test_q_and_ctrl_c_end_it(tmp_path: Path, key: str) -> None:
+    """textual takes Ctrl-C for a key of its own: it asked for Ctrl-Q."""
+
+    async def drive() -> None:
+        app = Top(Fixed(tmp_path, view_of(4)), 60.0)
+        async with app.run_test(size=(120, 40)) as pilot:
+            await ready(app, pilot)
+            await pilot.press("slash", key if key == "ctrl+c" else "escape", key)
+        assert app.return_code == 0 and app.return_value == 0
+
+    asyncio.run(drive())

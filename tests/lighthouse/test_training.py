@@ -301,6 +301,17 @@ def test_before_the_first_quorum_the_job_starts() -> None:
     assert view.describe(Scene(alive=("replica-0",))).sentence == "Starting, 1 replica"
 
 
+def test_a_line_does_not_repeat_how_long_ranks_had_waited_at_the_verdict() -> None:
+    """ "1 rank has waited in it for 62 s" stood there after ten minutes."""
+    joined = OpenIncident(
+        "hang", "Rank 1 never called init_process_group; 1 rank has waited in it for 62 s; it sleeps"
+    )
+    hung = JobFacts(agents=(AgentState("hung"),), incidents=(joined,))
+    assert (
+        describe(hung).text == "Hung: rank 1 never called init_process_group; 1 rank waits in it; it sleeps"
+    )
+
+
 def test_a_rate_is_not_shown_when_its_last_call_or_step_is_old() -> None:
     """The line said "39 calls/s" for the ten seconds until a silence counts as a stall."""
     calls = JobFacts(calls=402, calls_per_s=39.0, usual_s=10.0, nodes=1, begun=True)

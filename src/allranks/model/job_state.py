@@ -17,7 +17,7 @@ Level = Literal["good", "warn", "bad"]
 RED_STALL_S = 60.0  # without agents
 OLD_RATE_S = 3.0  # agents report every second or two
 #: How long ranks had waited when the verdict was made; the line counts on by itself.
-_WAITED = re.compile(r"(\d ranks? )(?:has|have) waited (?:at most )?[\d.]+ \w+(?: \d+ \w+)?")
+_WAITED = re.compile(r"(\d ranks? )(?:has|have) waited (?:(in it) for )?(?:at most )?[\d.]+ \w+(?: \d+ \w+)?")
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ def inside_line(sentence: str, waits: bool = True) -> str:
     plain = sentence
     if waits:
         plain = _WAITED.sub(
-            lambda found: f"{found[1]}{'waits' if found[1] == '1 rank ' else 'wait'} for it", sentence
+            lambda found: f"{found[1]}{'waits' if found[1] == '1 rank ' else 'wait'} {found[2] or 'for it'}",
+            sentence,
         )
     return plain if plain[1:2].isupper() else f"{plain[:1].lower()}{plain[1:]}"
 
