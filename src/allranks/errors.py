@@ -32,7 +32,9 @@ AllranksError                  base class; `.hint` says what to do
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
@@ -255,6 +257,13 @@ class QuorumTimeout(LighthouseError):
         self.waited_s = waited_s
         self.reason = reason
         self.missing = missing
+
+
+def why(error: OSError) -> str:
+    """The reason of a failed file operation, without a number: "no space left on /data"."""
+    if error.errno == errno.ENOSPC and error.filename:
+        return f"no space left on {os.path.dirname(os.path.abspath(os.fsdecode(error.filename)))}"
+    return error.strerror or str(error)
 
 
 def require(module: str, *, feature: str, extra: str) -> ModuleType:

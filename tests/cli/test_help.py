@@ -115,6 +115,8 @@ def test_every_example_can_be_parsed(line: str) -> None:
     ("words", "hint"),
     [
         (["diagnos", "x"], "Did you mean diagnose?"),
+        (["explain", "x"], "Did you mean `allranks doctor explain LOG`?"),  # was replay
+        (["incident"], "Did you mean `allranks status JOB`?"),  # was index
         (["diagnose", "x", "--htlm", "y"], "did you mean --html"),
         (["checkpoint", "verfy", "x"], "did you mean verify"),
         (["lighthouse", "readmitt", "job", "replica-1"], "did you mean readmit"),

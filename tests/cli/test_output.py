@@ -75,7 +75,32 @@ def test_a_full_disk_is_an_error_and_not_a_fault_of_the_job() -> None:
             done = run(*words, stdout=full.fileno())
         assert done.returncode == 2
         assert b"Traceback" not in done.stderr
-        assert b"No space left on device" in done.stderr
+        assert done.stderr.endswith(b": no space left where the output goes\nThe output is incomplete.\n"), (
+            done.stderr
+        )
+
+
+@pytest.mark.needs_root
+@pytest.mark.parametrize(
+    "words",
+    [["diagnose", str(DUMPS), "--html"], ["stacks", "--no-native", "--for", "0.1", "--pid", "PID", "-o"]],
+)  # fmt: skip
+def test_a_full_folder_is_named(words: list[str], tmp_path: Path) -> None:
+    """ "[Errno 28] No space left on device. The output is incomplete." named neither file nor folder."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "none", str(tmp_path)], check=True)
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert job.stdout is not None and job.stdout.readline()
+        (tmp_path / "fill").write_bytes(bytes(8192))
+        done = run(*(str(job.pid) if word == "PID" else word for word in words), str(tmp_path / "out"))
+    finally:
+        job.kill()
+        job.communicate()
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert done.returncode == 2 and b"Errno" not in done.stderr
+    assert f"cannot write {tmp_path}/out".encode() in done.stderr, done.stderr
+    assert f"no space left on {tmp_path}".encode() in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("words", [["diagnose", str(DUMPS)], ["--help"], ["config", "schema"]])

@@ -30,7 +30,7 @@ def view_of(ranks: int, still: bool = True) -> JobView:
     )  # fmt: skip
     stuck = replace(rows[2], doing="sleeps", waits_for=())
     state = ("hung", "bad", ANSWER) if still else ("training", "good", "Training: step 7, 2.0 steps/s")
-    incident = f"20260101-030000-hang (hang, open): {ANSWER.partition(': ')[2]}"
+    incident = f"20260101-030000 (hang, open): {ANSWER.partition(': ')[2]}"
     return JobView(
         "job", "/x", 0.0, (*rows[:2], stuck, *rows[3:]), "", state[2], state[1], state[0], (incident,)
     )
@@ -101,7 +101,7 @@ def test_while_the_job_moves_nobody_is_marked(tmp_path: Path) -> None:
 
 def test_enter_shows_the_stack_l_the_log_and_i_the_incident(tmp_path: Path) -> None:
     """Of the rank under the cursor; here it is this very process."""
-    incident = tmp_path / "incidents" / "20260101-030000-hang"
+    incident = tmp_path / "incidents" / "20260101-030000"
     incident.mkdir(parents=True)
     (incident / "diagnosis.txt").write_text("fault: rank 2 never entered all_reduce #156\n")
     (tmp_path / "logs").mkdir()
@@ -125,5 +125,19 @@ def test_enter_shows_the_stack_l_the_log_and_i_the_incident(tmp_path: Path) -> N
                 await pilot.pause(0.05)
             assert "Stack of rank 2" in words(app, "#text")
             await pilot.press("q")
+
+    asyncio.run(drive())
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+def test_q_and_ctrl_c_end_it(tmp_path: Path, key: str) -> None:
+    """textual takes Ctrl-C for a key of its own: it asked for Ctrl-Q."""
+
+    async def drive() -> None:
+        app = Top(Fixed(tmp_path, view_of(4)), 60.0)
+        async with app.run_test(size=(120, 40)) as pilot:
+            await ready(app, pilot)
+            await pilot.press("slash", key if key == "ctrl+c" else "escape", key)
+        assert app.return_code == 0 and app.return_value == 0
 
     asyncio.run(drive())

@@ -228,8 +228,13 @@ def test_stacks_turn_missing_into_stuck_with_the_line() -> None:
     assert verdict.where == "data.py:88 in next_batch"
     assert "it waits for its DataLoader at data.py:88 in next_batch" in verdict.sentence
     assert "rank 5: waits for worker 3" in verdict.evidence  # whose evidence it is
-    assert verdict.advice == ("check data.py:88 in next_batch: rank 5 is there now",)
+    assert verdict.advice == (
+        "at data.py:88 in next_batch (rank 5): check the DataLoader's workers: slow storage, a lock, or a worker that died",
+    )
     locked = verdict_of(diagnose(traces, stacks=[replace(now, cause="lock_deadlock")]))
+    assert locked.advice[0].endswith(
+        "find the thread that holds this lock, and release it before the next collective"
+    )
     assert (
         "it waits for a lock at data.py:88 in next_batch" in locked.sentence
     )  # its holder may wait for the network
@@ -390,7 +395,9 @@ def test_each_stack_says_what_it_is_and_the_live_one_comes_first() -> None:
     assert verdict.stacks[0] == ((5,), live)
     assert verdict.stack_labels[:3] == ("live", "last finished call", "in this call")
     assert len(verdict.stack_labels) == len(verdict.stacks)
-    assert verdict.advice == ("check data.py:88 in next_batch: rank 5 is there now",)
+    assert verdict.advice == (
+        "at data.py:88 in next_batch (rank 5): check the DataLoader's workers: slow storage, a lock, or a worker that died",
+    )
     without = expect(diagnose(traces), "missing_rank", 5)
     assert without.stack_labels[0] == "last finished call"
 

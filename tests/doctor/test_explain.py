@@ -101,6 +101,13 @@ def test_logs_without_a_known_failure_say_so() -> None:
     assert explain([parse_line("x", 1, "all fine")]).first is None
 
 
+@pytest.mark.parametrize("number", ["20260301-031207", "20260301-031207-1"])
+def test_the_id_of_an_incident_is_no_part_of_the_cause(number: str) -> None:
+    line = f"[allranks 03:12:20] {number}: Rank 1 died of SIGKILL; story: /x/{number}/story.html"
+    found = explain([parse_line("x", 1, line)]).first
+    assert found is not None and found.cause == "Rank 1 died of SIGKILL"
+
+
 def test_an_unknown_exception_long_before_a_known_failure_is_its_cause(tmp_path: Path) -> None:
     """Rank 5 raises; ten minutes later all others give up waiting for it. The traceback has the time of the line before."""
     for rank in range(8):

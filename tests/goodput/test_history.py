@@ -83,13 +83,20 @@ def test_commands_and_doctor_show_it(
     monkeypatch.setenv("ALLRANKS_HISTORY", place)
     here, now = socket.gethostname(), time.time()
     runs = [("another", "j1", now - 9, now, 9.0, 9.0)]
-    NodeHistory(place).record([NodeEvent(here, f"j{k}", now - k, "rank_died") for k in range(4)], runs)
+    NodeHistory(place).record(
+        [NodeEvent(here, f"j{k}", now - k, "rank_died", "x" * 120) for k in range(4)], runs
+    )
     assert main(["history", "--slurm-exclude"]) == 0
     assert capsys.readouterr().out == f"{here}\n"
     assert main(["slurm", "submit", "--dry-run", "--exclude-bad-nodes", "train.py"]) == 0
     assert f"#SBATCH --exclude={here}\n" in capsys.readouterr().out
     assert main(["history", "--week"]) == 1
-    assert capsys.readouterr().out.startswith(f"{here} is bad (")
+    shown = capsys.readouterr().out
+    assert (
+        shown.startswith(f"{here} is bad (") and shown.count(f"{'x' * 99}…\n") == 4
+    )  # a cut sentence says so
+    assert main(["history", "--node", "nope"]) == 0
+    assert capsys.readouterr().out == "No incident that fits these flags is on record.\n"  # others have some
     bad = known_bad(here)
     assert bad is not None and bad.events == 4
     assert known_bad("another") is None

@@ -13,7 +13,15 @@ from allranks.ledger import arrivals
 from allranks.ledger.agent import compare_interval_s
 from allranks.ledger.arrivals import find_blocking, find_collectives, find_waits, is_blocking
 from allranks.ledger.changes import ChangePoint, find_change
-from allranks.ledger.slow import Lateness, OwnTimes, find_slow, own_times, rank_change
+from allranks.ledger.slow import (
+    Lateness,
+    OwnTimes,
+    SlowReport,
+    WhatIf,
+    find_slow,
+    own_times,
+    rank_change,
+)
 from allranks.model.trace import CALL, Flag, Frame, Group, RankTrace, State, TraceHeader
 
 T0 = 1_790_000_000.0
@@ -536,3 +544,13 @@ def test_a_script_without_step_marks_is_compared_too(sizes: tuple[int, ...]) -> 
     found = find_slow([replace(trace, stacks=stacks) for trace in traces])
     assert found is not None and found.what_ifs[0].ranks == (2,), found
     assert found.steps == pytest.approx(factors.shape[1], abs=2)
+
+
+@pytest.mark.parametrize("ranks", [3, 512])
+def test_the_sentence_is_true_for_few_and_for_many_ranks(ranks: int) -> None:
+    """ "2% of 3 ranks" is less than one rank: the share is of their time."""
+    gain = WhatIf("rank 1", (1,), 0.098, 0.02)
+    found = SlowReport(0.1, 0.1, (gain,), "one rank always", (), ranks, 100)
+    assert found.sentence == (
+        f"Without rank 1: 98 ms instead of 100 ms per step, which saves 2% of the time of {ranks} ranks (one rank always)."
+    )

@@ -24,7 +24,14 @@ from allranks.cli import main
 from allranks.cli.status import render
 from allranks.errors import InputError
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
-from allranks.incidents.job_overview import Overview, find_absent, find_job, find_open, local_facts
+from allranks.incidents.job_overview import (
+    Overview,
+    find_absent,
+    find_job,
+    find_open,
+    incident_texts,
+    local_facts,
+)
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import Explained, WatchOptions
 from allranks.launch.node_agent import NodeAgent
@@ -48,7 +55,7 @@ MOVING = {"line": "Training: step 7, 2.0 steps/s", "level": "good", "state": "tr
 VIEW = JobView(
     "job", "/x", 0.0,
     (row(0, "all_reduce #8 of dp", (1,)), row(1, "computes"), row(2, "all_reduce #8 of dp", (1,)), row(3, "died", alive=False)),
-    incidents=("20260101-030000-hang (hang, open): rank 1 never entered all_reduce #8 of group dp; it sleeps at train.py:7 in load_batch",),
+    incidents=("20260101-030000 (hang, open): rank 1 never entered all_reduce #8 of group dp; it sleeps at train.py:7 in load_batch",),
     line=ANSWER, level="bad", state="hung",
 )  # fmt: skip
 
@@ -62,6 +69,25 @@ def test_the_rank_that_others_wait_for_stands_out() -> None:
     assert lines[6].startswith("\x1b[31m") and "died" in lines[6]
     calm = list(render(replace(VIEW, **MOVING), colour=True))  # a long wait that the agent knows to be usual
     assert not any("wait" in line for line in calm[:7]) and "\x1b" not in calm[4]
+
+
+def test_a_rank_that_has_ended_has_no_phase_and_no_incident_is_open_then() -> None:
+    """ "exit [leaving]", and "(hang, open)" of a job that had ended; incidents came in the order of their ends."""
+    ended = replace(row(0, "exit", alive=False), phase="leaving")
+    stories = [
+        {"id": "20260101-030009", "kind": "death", "closed": 5.0, "sentence": "Rank 1 died of SIGKILL"},
+        {"id": "20260101-030001", "kind": "hang", "closed": None, "sentence": "Rank 1 never entered it; 2 ranks have waited 20 s"},
+    ]  # fmt: skip
+    shown = incident_texts(stories, running=False)
+    lines = list(render(JobView("job", "/x", 0.0, (ended,), line="Finished", incidents=shown)))
+    assert lines[3].endswith(" ended")
+    assert lines[4:] == [
+        "incident 20260101-030001 (hang, open at the end): rank 1 never entered it; 2 ranks have waited 20 s",
+        "incident 20260101-030009 (death, closed): rank 1 died of SIGKILL",
+    ]
+    assert incident_texts(stories, running=True)[0].endswith(
+        "(hang, open): rank 1 never entered it; 2 ranks wait for it"
+    )
 
 
 def test_a_rank_whose_node_is_not_known_yet_makes_no_second_node() -> None:
@@ -125,6 +151,9 @@ def test_without_a_lighthouse_the_line_is_made_of_boxes_and_incidents() -> None:
     assert (found.text, found.level) == (f"Hung for 3 s, at step 7: {sentence}", "bad")
     found = describe(local_facts(VIEW.rows, [{**hang, "kind": "stall"}], watched=True))
     assert found.text.startswith("Looking into it: no progress for 3 s, at step 7") and found.level == "warn"
+    stall = {"kind": "stall", "reason": "no rank has made progress for 10.1 s"}  # the line counts by itself
+    found = describe(local_facts(VIEW.rows, [stall], watched=True))
+    assert found.text == "Looking into it: no progress for 3 s, at step 7"
     for incidents in ([], [{**hang, "closed": 5.0}]):
         assert describe(local_facts(VIEW.rows, incidents, watched=True)).text == "Training: step 7"
     done = replace(VIEW.rows[0], alive=False, doing="exit")
@@ -173,9 +202,9 @@ def test_lines_fit_the_terminal_and_silent_ranks_come_first_when_not_all_fit() -
     """A narrow and low window."""
     lines = list(render(VIEW, width=50, height=12))
     assert all(len(line) <= 50 for line in lines[1:])
-    told = "incident 20260101-030000-hang (hang, open): `allranks diagnose job` prints the evidence, `allranks page job` opens the page"
+    told = "incident 20260101-030000 (hang, open): `allranks diagnose job` prints the evidence, `allranks page job` opens the page"
     assert " ".join(map(str.strip, lines[-3:])) == told  # the line has the sentence of the incident already
-    other = "20260101-020000-death (death, closed): rank 0 died of SIGKILL"
+    other = "20260101-020000 (death, closed): rank 0 died of SIGKILL"
     lines = list(render(replace(VIEW, incidents=(other,)), width=50, height=12))
     assert " ".join(map(str.strip, lines[-2:])) == f"incident {other}"  # the answer is not cut
     assert [line for line in lines if "waits for rank 1" in line]  # 80 columns cut "waits for r"

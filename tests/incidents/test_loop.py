@@ -251,6 +251,9 @@ def test_a_rank_that_burns_cpu_is_a_stall_until_its_time_is_over(
     (story,) = read_incidents(tmp_path / "incidents")
     assert (story["kind"], story["verdict"]["ranks"], len(hand.done)) == ("hang", [1], 1)
     assert "waiting costs about" in story["action"]["reason"]
+    assert (
+        story["id"].replace("-", "").isdigit() and Path(story["folder"]).name == story["id"]
+    )  # it began as a stall
 
 
 def test_a_stall_that_ends_is_one_line_and_diagnose_says_the_same(
@@ -277,6 +280,9 @@ def test_a_stall_that_ends_is_one_line_and_diagnose_says_the_same(
     said = json.loads(capsys.readouterr().out)
     assert (said["status"], said["verdict"], len(said["findings"])) == ("ok", None, 1)
     assert said["findings"][0]["sentence"] == ended["text"]
+    assert said["summary"][0].startswith(
+        f"evidence of incident {story['id']}, collected "
+    )  # its words are as old
 
 
 def test_the_first_look_at_the_stacks_is_brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,11 +184,11 @@ def test_one_node_leads_and_gets_the_boxes_of_the_other(tmp_path: Path) -> None:
         try:
             a, b = (agent for _, _, agent in nodes)
             assert a.peers is not None and b.peers is not None
-            found = a.peers.ask("20260101-000000-hang", "silence", tmp_path / "led")
+            found = a.peers.ask("20260101-000000", "silence", tmp_path / "led")
             assert found is not None and found.agents == ("agent-b", "agent-c")
-            assert b.peers.ask("20260101-000001-hang", "silence", tmp_path) == found
+            assert b.peers.ask("20260101-000001", "silence", tmp_path) == found
             assert a.peers.wait(replace(found, agents=("agent-b",))) == []
-            assert b.peers.took_part_in("20260101-000000-hang")
+            assert b.peers.took_part_in("20260101-000000")
             assert [box.name for box in (tmp_path / "led" / "boxes").iterdir()] == ["1.box"]
         finally:
             for client in (silent, *(client for client, _, _ in nodes)):
@@ -239,12 +239,12 @@ def test_a_replica_that_another_node_evicted_in_our_common_incident_is_started_a
     """What a person evicted stays out, and so does what is not ours."""
     ranks = Replicas()
     peers = alone()
-    peers._contributed.append("20260101-000000-hang")
+    peers._contributed.append("20260101-000000")
     agent = NodeAgent(None, None, ranks, peers)
     for replica, reason in (
-        ("replica-3", "20260101-000000-hang: sleep of rank 3"),
+        ("replica-3", "20260101-000000: sleep of rank 3"),
         ("replica-2", "a person wants it so"),
-        ("replica-0", "20260101-000000-hang: sleep of rank 0"),
+        ("replica-0", "20260101-000000: sleep of rank 0"),
     ):
         agent._on_notice(Evicted(replica, reason))
     assert [(request.action, request.replica) for request in ranks.asked] == [("restart", 3)]

@@ -38,7 +38,7 @@ def test_replica_mode_evicts_the_guilty_replica() -> None:
     action = decide_action(1000.0, REPLICA, PolicyState(), PolicyOptions())
     reason = action.reason
     assert (action.kind, action.replica, action.ranks) == ("evict", 2, (5,))
-    assert "rank 5: stuck before collective" in reason
+    assert "rank 5, stuck before collective, 95% sure" in reason
 
 
 def test_whole_job_mode_is_a_dry_run_unless_enabled() -> None:
@@ -120,7 +120,8 @@ def test_a_hang_that_only_time_tells_waits_until_acting_is_cheaper() -> None:
     assert kind(replace(case, stalled_s=300.0), options=on) == "restart_job"
     assert kind(replace(case, act_s=60.0), options=on) == "restart_job"
     certain = decide_action(1000.0, replace(case, certain=True, stalled_s=15.0), PolicyState(), on)
-    assert certain.kind == "restart_job" and "acting about 30 min" in certain.reason
+    assert certain.kind == "restart_job"
+    assert "costs" not in certain.reason  # "about 36 s" for a sleep of 27 h: they are not why it acts
 
 
 def test_a_longer_stall_and_a_surer_verdict_make_waiting_dearer() -> None:

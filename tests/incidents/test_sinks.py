@@ -24,7 +24,7 @@ from allranks.model.diagnosis import Finding, Incident, Moment
 pytestmark = pytest.mark.usefixtures("forks")
 
 INCIDENT = Incident(
-    "20260301-030000-hang",
+    "20260301-030000",
     "hang",
     "llama-42",
     1.7e9,

@@ -143,7 +143,7 @@ async def test_a_job_whose_agent_suspects_a_hang_is_not_green() -> None:
     now, view = desk.service.now(), desk.service.training
     for step, at in ((4, now - 21), (5, now - 20)):
         view.note_step("agent-a", step, at)
-    assert take_snapshot(desk.service).training.sentence == "Training: step 5, 1.0 steps/s, 1 node"
+    assert take_snapshot(desk.service).training.sentence == "Training: step 5, the last step 20 s ago, 1 node"
     desk.service.beat(agent, Beat(5, 5, 0.0, "stalled: rank 0 waits for rank 1"))
     found = take_snapshot(desk.service).training
     assert found.sentence == (
@@ -227,7 +227,7 @@ def test_before_the_first_step_and_after_the_last() -> None:
     """Starting is amber, nobody left is red, the end is green."""
     assert TrainingView(Clock()).describe(
         Scene(members=1, alive=("replica-0",), waiting="waiting for replica-1")
-    ).sentence == ("Starting, 1 of 1 replicas: waiting for replica-1")
+    ).sentence == ("Starting, 1 replica: waiting for replica-1")
     view, _ = trained()
     assert view.describe(Scene()).state == "bad"
     found = view.describe(Scene(members=3, over=True))
@@ -295,10 +295,36 @@ def test_a_job_that_hangs_before_its_first_call_has_no_time_since_its_last_one()
 
 
 def test_before_the_first_quorum_the_job_starts() -> None:
-    """A replica that has only asked makes no steps."""
+    """A replica that has only asked makes no steps; "0 of 2 replicas" counted neither the connected nor the expected ones."""
     view = TrainingView(Clock())
     view.note_step("replica-0", 0, 1.0)
-    assert view.describe(Scene(alive=("replica-0",))).sentence == "Starting, 0 of 1 replicas"
+    assert view.describe(Scene(alive=("replica-0",))).sentence == "Starting, 1 replica"
+
+
+def test_a_line_does_not_repeat_how_long_ranks_had_waited_at_the_verdict() -> None:
+    """ "1 rank has waited in it for 62 s" stood there after ten minutes."""
+    joined = OpenIncident(
+        "hang", "Rank 1 never called init_process_group; 1 rank has waited in it for 62 s; it sleeps"
+    )
+    hung = JobFacts(agents=(AgentState("hung"),), incidents=(joined,))
+    assert (
+        describe(hung).text == "Hung: rank 1 never called init_process_group; 1 rank waits in it; it sleeps"
+    )
+
+
+def test_a_rate_is_not_shown_when_its_last_call_or_step_is_old() -> None:
+    """The line said "39 calls/s" for the ten seconds until a silence counts as a stall."""
+    calls = JobFacts(calls=402, calls_per_s=39.0, usual_s=10.0, nodes=1, begun=True)
+    assert describe(calls).text == "Running: 402 calls finished, 39.0 calls/s, 1 node"
+    assert describe(replace(calls, silent_s=2.0)).text == describe(calls).text
+    assert (
+        describe(replace(calls, silent_s=4.0)).text
+        == "Running: 402 calls finished, the last one 4 s ago, 1 node"
+    )
+    steps = JobFacts(step=5, steps_per_s=4.0, usual_s=60.0, silent_s=9.0, begun=True)
+    assert describe(steps).text == "Training: step 5, the last step 9 s ago"
+    slow = replace(steps, steps_per_s=0.2, silent_s=9.0)  # a step takes 5 s
+    assert describe(slow).text == "Training: step 5, 5.0 s per step"
 
 
 def test_a_whole_job_that_was_started_again_starts_over_unless_it_is_too_far_for_that() -> None:

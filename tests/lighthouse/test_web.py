@@ -278,7 +278,7 @@ def test_the_page_hears_of_a_suspicion_at_once(slow_heartbeats: Lighthouse) -> N
 def test_the_page_of_an_incident_is_served_in_a_sandbox(lighthouse: Lighthouse) -> None:
     """Time, outcome and a link stand in the status; the page itself is sent only when asked for."""
     found = PublishedIncident(
-        "20260301-hang",
+        "20260301-030000",
         "rank 5 is stuck",
         kind="hang",
         at=5.0,
@@ -288,7 +288,7 @@ def test_the_page_of_an_incident_is_served_in_a_sandbox(lighthouse: Lighthouse) 
     )
     lighthouse.call(lambda service: service.agents.report_incident(found))
     (shown,) = json.loads(get(lighthouse, "/api/status")[2])["incidents"]
-    assert (shown["story"], shown["at"], shown["outcome"]) == ("/incidents/20260301-hang", 5.0, "evicted")
+    assert (shown["story"], shown["at"], shown["outcome"]) == ("/incidents/20260301-030000", 5.0, "evicted")
     lighthouse.call(lambda service: service.agents.report_incident(replace(found, closed=True, story="")))
     (shown,) = json.loads(get(lighthouse, "/api/status")[2])["incidents"]
     assert shown["closed"] and shown["story"]

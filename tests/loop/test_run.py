@@ -82,6 +82,9 @@ def test_ctrl_c_ends_everything_and_is_no_incident(tmp_path: Path) -> None:
     code, output = finish(process)
     assert code == 130, output
     assert output.count("interrupted at") == 2 and "Traceback" not in output, output
+    assert output.splitlines()[-1] == "[allranks] Stopped by Ctrl-C." and "closing signal" not in output, (
+        output
+    )
     assert all(gone(pid) for pid in pids)
     assert not [path for path in tmp_path.glob("incidents/*") if path.is_dir()], output
 

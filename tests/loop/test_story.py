@@ -27,7 +27,7 @@ VERDICT = Finding(
 def incident(**facts: object) -> Incident:
     """A finished incident."""
     base: dict[str, object] = {
-        "id": "20260101-030000-hang", "kind": "hang", "job": "job", "opened": 1.7e9, "reason": "silent", "node": "n1", "ranks": (5,),
+        "id": "20260101-030000", "kind": "hang", "job": "job", "opened": 1.7e9, "reason": "silent", "node": "n1", "ranks": (5,),
         "verdict": VERDICT, "action": Action("evict", "stuck", (5,), 2, done=True, result="replica-2 was evicted"),
         "timeline": (Moment("last good step", 1.7e9), Moment("noticed", 1.7e9 + 12, "silent"), Moment("recovered", 1.7e9 + 20)),
         "stacks": {"ranks": {"0": {"cause": "collective_wait", "where": "t.py:1", "evidence": "e"}, "5": {"cause": "sleep"}}},
@@ -83,7 +83,7 @@ def test_an_incident_is_never_written_into_the_folder_of_another(
 ) -> None:
     """However many names of this second are taken."""
     monkeypatch.setattr(time, "time", lambda: 1.7e9)
-    stem = new_id("hang", 1.7e9)
+    stem = new_id(1.7e9)
     taken = {stem, *(f"{stem}-{number}" for number in range(1, 1000))}
     for name in taken:
         (tmp_path / name).mkdir()
@@ -135,7 +135,7 @@ def test_webhooks_are_posted_retried_and_never_raise() -> None:
         thread.join()
         server.server_close()
     assert len(seen) == 2
-    assert seen[1]["incident"]["id"] == "20260101-030000-hang"  # type: ignore[index]
+    assert seen[1]["incident"]["id"] == "20260101-030000"  # type: ignore[index]
 
 
 @pytest.mark.everything

@@ -168,7 +168,7 @@ def hang_incident(ranks: int) -> tuple[Incident, list[RankEvidence]]:
         Moment("recovered", begin + 9.8),
     )
     incident = Incident(
-        id="20260301-030000-hang",
+        id="20260301-030000",
         kind="hang",
         job="llama-pretrain-42",
         opened=begin + 5.9,
@@ -189,7 +189,7 @@ def hang_incident(ranks: int) -> tuple[Incident, list[RankEvidence]]:
         timeline=moments,
         closed=begin + 9.8,
         durations_s={"noticed": 5.9, "evidence": 1.3, "recovered": 2.4},
-        folder="/var/tmp/allranks/llama-pretrain-42/incidents/20260301-030000-hang",
+        folder="/var/tmp/allranks/llama-pretrain-42/incidents/20260301-030000",
     )
     chosen = chosen_ranks(incident)
     return incident, rank_evidence(incident, [trace for trace in traces if trace.header.rank in chosen])

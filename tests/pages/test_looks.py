@@ -117,6 +117,9 @@ def test_the_page_of_a_job_is_as_good_at_every_width(
         visit.page.locator("iframe.timeline").scroll_into_view_if_needed()
         frame.locator("#legend i").first.wait_for()
         assert not frame.locator("header").is_visible()
+        frame.locator("body[data-ready=yes]").wait_for()
+        if ranks == 3:  # there were 200 px of nothing below them
+            visit.page.wait_for_function("document.querySelector('iframe.timeline').offsetHeight < 400")
     assert level == {"hung": "now bad", "looking": "now warn"}.get(state, "now good")
     if state == "looking":  # one rank that sleeps among thousands was a dot of three pixels
         assert visit.page.evaluate(PIXELS, "--cell-s") >= 64
@@ -247,5 +250,26 @@ def test_a_script_without_step_marks_gets_the_same_page(browser: Any, lighthouse
     assert "15 in a call" in visit.page.inner_text("#cell-legend")
     flaws = visit.flaws_everywhere("job-plain")
     assert visit.errors == []
+    visit.page.close()
+    assert flaws == []
+
+
+def test_other_jobs_take_one_line(browser: Any, lighthouse: Lighthouse, tmp_path: Path) -> None:
+    """Five of them took two lines of the head; now their number does, and a click lists them, the worst first."""
+    visit = visit_job(browser, lighthouse)
+    found = [
+        {"job": f"pretrain-{n}-1119-201221", "address": f"127.0.0.1:{4000 + n}", "at": 0, "level": "bad" if n == 4 else "good",
+         "text": "Training", "ended": False, "here": False}
+        for n in range(5)
+    ]  # fmt: skip
+    visit.page.route("**/api/jobs", lambda route: route.fulfill(json=found))
+    visit.page.reload()
+    visit.page.set_viewport_size({"width": 400, "height": 900})
+    head = visit.page.locator("#jobs summary")
+    assert head.inner_text() == "5 other jobs"
+    assert head.bounding_box()["height"] < 30
+    head.click()
+    assert visit.page.locator("#jobs a").all_inner_texts()[0] == "pretrain-4-1119-201221"
+    flaws = visit.flaws_everywhere("job-others")
     visit.page.close()
     assert flaws == []

@@ -16,7 +16,7 @@ from allranks.watch.samples import RankSample
 
 BEGIN = 1.7e9
 DEATH = Incident(
-    id="20260301-030000-death", kind="death", job="j", opened=BEGIN + 0.14, reason="rank 1 died of SIGKILL", ranks=(1,),
+    id="20260301-030000", kind="death", job="j", opened=BEGIN + 0.14, reason="rank 1 died of SIGKILL", ranks=(1,),
     verdict=Finding("rank_died", (1,), "rank 1 died of SIGKILL"),
     timeline=(
         Moment("last good step", BEGIN, "step 7"), Moment("died", BEGIN + 0.136), Moment("noticed", BEGIN + 0.14),

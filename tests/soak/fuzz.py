@@ -254,7 +254,7 @@ BUNDLE = json.dumps(
     )
 ).encode()
 INCIDENT = json.dumps(
-    {"schema": 1, "incident": "20260101-000000-hang", "kind": "hang", "opened": 1.5, "job": "j", "reason": "r",
+    {"schema": 1, "incident": "20260101-000000", "kind": "hang", "opened": 1.5, "job": "j", "reason": "r",
      "verdict": {"ranks": [1], "sentence": "s"}}
 ).encode()  # fmt: skip
 OBSERVED = b'{"reason": "silent", "quiet_s": 9.5, "marked": [0, 1], "told": {"cause": "rank_died", "ranks": [1], "sentence": "s"}}'

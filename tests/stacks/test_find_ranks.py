@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import shlex
 import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from tests.boxes import write_box
 
 from allranks.blackbox import files
+from allranks.cli import main
 from allranks.errors import InputError
 from allranks.stacktraces import procfs
 from allranks.stacktraces.boxes import LiveBox, find_boxes
@@ -366,3 +369,24 @@ def test_a_mapped_file_below_a_folder_of_another_user_is_looked_for_in_the_conta
 def test_a_tool_is_known_below_a_folder_with_a_blank(title: str, tool: bool) -> None:
     """Words of a command line are joined by blanks."""
     assert is_frontend(title) is tool
+
+
+def test_a_process_above_several_jobs_is_not_taken_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--pid 1` gave one answer for the ranks of all jobs, with new numbers."""
+    program = f"{shlex.quote(sys.executable)} -c 'print(flush=True); input()' <&3 &"
+    line = " ".join(
+        f"RANK={rank} ALLRANKS_JOB_ID={job} {program}" for job in ("night", "day") for rank in (0, 1)
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["sh", "-c", f"exec 3<&0; {line} wait"], stdin=pipe, stdout=pipe) as shell:
+        try:
+            assert shell.stdout is not None
+            for _ in range(4):
+                shell.stdout.readline()
+            assert main(["stacks", "--pid", str(shell.pid)]) == 2
+            told = capsys.readouterr().err
+            assert f"ranks of 2 jobs are below process {shell.pid}" in told, told
+            assert "  allranks stacks day  # 2 ranks\n  allranks stacks night  # 2 ranks\n" in told, told
+        finally:
+            assert shell.stdin is not None
+            shell.stdin.close()

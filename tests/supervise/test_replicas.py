@@ -309,13 +309,18 @@ def test_a_job_whose_program_always_fails_the_same_way_ends_after_three_times(tm
     assert failed in (3, 4)  # the other replica may fail again before it is stopped
 
 
-def test_a_supervisor_that_is_told_to_give_up_stops_all_and_fails(tmp_path: Path) -> None:
-    """A script without a Manager, say."""
+def test_a_supervisor_that_is_told_to_give_up_stops_all_and_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script without a Manager, say. The log said that the agent got signal 0."""
+    caplog.set_level("INFO")
     command = script(tmp_path, "time.sleep(600)")
     supervisor = Supervisor(ReplicaOptions(command, replicas=2, quiet=True))
     supervisor.on_event = lambda event: supervisor.give_up("no Manager") if event.replica == 1 else None
     assert supervisor.run() == 1
     assert supervisor.pids() == {}
+    assert "replica 0: rank 0 died of SIGTERM" in caplog.messages
+    assert "replica 0 stopped: the job ends" in caplog.messages and "signal 0" not in caplog.text
 
 
 def test_lines_go_to_the_terminal_in_whole_pieces() -> None:

@@ -112,21 +112,22 @@ def _main(words: list[str], name: str | None) -> int:
 
 def _explain(program: str, error: Exception) -> int:
     """Prints the error and its hint on stderr, with a traceback only for bugs."""
-    from allranks.errors import AllranksError
+    from allranks.errors import AllranksError, why
     from allranks.model.parsing import printable, without_secrets
 
-    hint = getattr(error, "hint", "")
+    hint, text = getattr(error, "hint", ""), str(error)
     if isinstance(error, OSError) and not isinstance(error, AllranksError) and error.errno == errno.ENOSPC:
-        _drop_output()  # else the interpreter would try to write it again
-        hint = "The output is incomplete."
+        text, hint = why(error), "Free some space there, or name another folder."
+        if not error.filename:
+            _drop_output()  # else the interpreter would try to write it again
+            text, hint = "no space left where the output goes", "The output is incomplete."
     elif not isinstance(error, AllranksError | PermissionError | FileNotFoundError):
         import traceback
 
         traceback.print_exc()
         print(f"{program}: this is a bug in allranks; please report it with the lines above", file=sys.stderr)
         return 2
-    text = str(error)
-    if isinstance(error, OSError) and isinstance(error.filename, str | bytes) and error.strerror:
+    elif isinstance(error, OSError) and isinstance(error.filename, str | bytes) and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
         if isinstance(error, PermissionError) and not hint:
             hint = "Is it yours? `ls -ld` shows its owner and permissions."
@@ -217,9 +218,10 @@ def _unknown(name: str) -> int:
     """Reports an unknown command, with similar names."""
     from difflib import get_close_matches
 
-    actions = ("evict", "readmit", "collect")  # of `allranks lighthouse`
-    near = get_close_matches(name, COMMANDS, 3, 0.6)
-    near = [f"`allranks lighthouse {one}`" for one in get_close_matches(name, actions, 1, 0.8)] or near
+    actions = {one: f"`allranks lighthouse {one}`" for one in ("evict", "readmit", "collect")}
+    actions |= {"explain": "`allranks doctor explain LOG`", "incidents": "`allranks status JOB`"}
+    near = get_close_matches(name, COMMANDS, 3, 0.7)
+    near = [actions[one] for one in get_close_matches(name, actions, 1, 0.8)] or near
     print(f"allranks: there is no command {name!r}", file=sys.stderr)
     hint = f"Did you mean {' or '.join(near)}?" if near else "`allranks --help` lists the commands."
     print(hint, file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from allranks.api.debug_server import is_address
 from allranks.cli.terminal import answer, note
-from allranks.errors import InputError
+from allranks.errors import InputError, why
 from allranks.model.formatting import ranks_text
 from allranks.model.options import argument, option
 from allranks.model.parsing import printable
@@ -100,7 +100,7 @@ def _put(path: Path, data: str | bytes, force: bool, mode: int = 0o600) -> None:
     try:
         write_atomically(path, data, mode)
     except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from error
+        raise InputError(f"cannot write {path}: {why(error)}") from error
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from allranks.cli.goodput import seconds_of
 from allranks.cli.parser import read_flags
 from allranks.cli.terminal import answer
 from allranks.errors import InputError
-from allranks.model.formatting import count
+from allranks.model.formatting import count, one_line
 from allranks.model.options import option
 
 
@@ -63,12 +63,12 @@ def main(args: argparse.Namespace) -> int:
     lines = lines or [
         f"No node fails repeatedly ({count(len(events), 'incident')} on record)."
         if events
-        else "No incident is on record."
+        else f"No incident{' that fits these flags' if flags.node or flags.cause or flags.job or flags.week else ''} is on record."
     ]
     for event in events[-50:]:
         at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(event.at))
         lines.append(
-            f"  {at}  {event.node}  {event.job}  {event.cause.replace('_', ' ')}  {event.text[:100]}"
+            f"  {at}  {event.node}  {event.job}  {event.cause.replace('_', ' ')}  {one_line(event.text, 100)}"
         )
     answer(flags.json, facts, lines)
     return 1 if bad else 0

@@ -248,6 +248,8 @@ def _run_whole(job: NodeJob, words: list[str], log_dir: str | None) -> int:
         code = launch(
             Launch(tuple(words), variables, options.record, log_dir, options.quiet, options.spares, agent)
         )
+    if code in STOPPED:
+        _say(_stopped(code - 128, job.folder))
     if watch is None or code == 0 or (code in STOPPED and not watch.hung_at_end):
         return code
     if watch.pipeline.publisher.last:

@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
             hint="Give the black boxes or dumps of all ranks, from a time in which the job trained.",
         )
     error = abs(found.replayed_s / max(found.step_s, 1e-9) - 1)
-    lines = [f"  without {one.who}: {one.gain:.0%} faster steps" for one in found.what_ifs[1:5]]
+    lines = [f"  without {one.who}: steps take {one.gain:.0%} less time" for one in found.what_ifs[1:5]]
     lines += [f"  {line}" for line in found.evidence]
     last = f"From {found.steps:,} steps of {found.ranks} ranks; the replay itself is off by {error:.1%}."
     answer(flags.json, {"sentence": found.sentence, **asdict(found)}, [found.sentence, *lines, last])

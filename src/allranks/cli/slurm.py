@@ -24,6 +24,7 @@ from allranks.model.options import argument, option
 
 if TYPE_CHECKING:
     from allranks.launch.slurm import Allocation
+    from allranks.model.stacks import Capture
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,44 @@ def bad_nodes() -> str:
     except OSError as error:
         note(f"[allranks] no node is excluded: {error}")
         return ""
+
+
+def sample_through_slurm(job: str, output: str, args: argparse.Namespace) -> Capture:
+    """The stacks of every node of a Slurm job, for `allranks stacks --all-nodes`."""
+    import subprocess
+    import tempfile
+
+    from allranks.launch.slurm import collect_words, find_nodes
+    from allranks.stacktraces import read_capture
+
+    job = job or os.environ.get("SLURM_JOB_ID", "")
+    if not job or shutil.which("srun") is None:
+        raise InputError(
+            "--all-nodes needs a job under `allranks run` with a lighthouse, or a Slurm job and srun",
+            hint="give --job (a job of this node) or ALLRANKS_LIGHTHOUSE and ALLRANKS_TOKEN; elsewhere run `allranks stacks -o SHARED/{host}` on each node, then `allranks stacks --from SHARED`",
+        )
+    folder = Path(output) if output else Path(tempfile.mkdtemp(prefix=f"stacks-{job}-", dir="."))
+    words = ["-o", f"{folder.absolute()}/{{host}}", "--force", "--json"]
+    given = (("--rounds", args.rounds), ("--interval", args.interval_s), ("--config", args.config))
+    words += [text for name, value in given if value is not None for text in (name, str(value))]
+    switches = {"--native": args.native_frames, "--no-native": args.no_native, "--gdb": args.gdb}
+    words += [flag for flag, on in {**switches, "--cuda-gdb": args.cuda_gdb}.items() if on]
+    command = shutil.which("allranks") or str(Path(sys.executable).parent / "allranks")
+    nodes = find_nodes(job)
+    if not nodes:
+        note(
+            f"allranks stacks: the nodes of job {job} are not known (squeue does not list it): srun chooses the nodes"
+        )
+    done = subprocess.run(
+        collect_words(job, len(nodes) or None, words, command), stdout=subprocess.DEVNULL, check=False
+    )
+    silent = [node for node in nodes if not (folder / node / "bundle.json").exists()]
+    if silent:
+        note(f"allranks stacks: {len(silent)} of {len(nodes)} nodes gave no stacks: {', '.join(silent)}")
+    elif done.returncode > 1:
+        note(f"allranks stacks: srun ended with {done.returncode}: some nodes may be missing")
+    note(f"allranks stacks: Wrote {folder}")
+    return read_capture(folder)
 
 
 def _need(tool: str) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from allranks.api.debug_server import fetch, is_address
 from allranks.cli.parser import read_flags
 from allranks.cli.terminal import check_folder, check_target, note, write_whole
-from allranks.errors import InputError
+from allranks.errors import InputError, why
 from allranks.model.debug_options import DebugOptions, read_debug_options
 from allranks.model.formatting import count
 from allranks.model.options import argument, check_options, option
@@ -112,8 +112,10 @@ FLAGS = (StacksFlags, (DEFAULTS, ("rounds", "interval_s", "cuda_gdb")))
 def main(args: argparse.Namespace) -> int:
     """0 nothing is hung, 1 a hung job or an unclear one, 2 could not run."""
     from allranks.stacktraces import Stillness, classify, read_capture
+    from allranks.stacktraces.tree import check_one_job
 
     options, begun = read_flags(StacksFlags, args), None
+    failures: list[str] = []  # files that could not be written: the answer comes first
     check_target(options.html, options.force)
     if (code := _several_roles(options, args.of_job)) is not None:
         return code
@@ -131,8 +133,10 @@ def main(args: argparse.Namespace) -> int:
     elif options.all_nodes and not captures:
         captures = {"": _sample_all_nodes(options, args)}
     elif not captures:
+        if options.pid:
+            check_one_job(options.pid)
         begun = _begin_tree(options)
-        captures = _sample(options if begun is None else replace(options, no_native=True), args)
+        captures = _sample(options if begun is None else replace(options, no_native=True), args, failures)
     stillness = Stillness() if options.still is None else Stillness(still_s=options.still)
     reports = {job: classify(capture, stillness=stillness) for job, capture in captures.items()}
     if (look := _tree_instead(options, reports.values(), begun)) is not None:
@@ -142,7 +146,10 @@ def main(args: argparse.Namespace) -> int:
         ranks = report_json(reports[""], grow_tree(captures[""]))
         hung = {"stuck": True, "moving": False}.get(explain_processes(look).state)
         return show_tree(look, options.html, options.json, more={**ranks, "hung": hung})
-    _show(options, captures, reports)
+    _show(options, captures, reports, failures)
+    if failures:
+        sys.stdout.flush()
+        raise InputError("; ".join(failures), hint="Name another folder.")
     return 0 if all(report.hung is False for report in reports.values()) else 1
 
 
@@ -280,7 +287,7 @@ def _known_name(given: str, must: bool) -> str:
     return str(read_job(folder).get("job") or folder.name)
 
 
-def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture]:
+def _sample(options: StacksFlags, args: argparse.Namespace, failures: list[str]) -> dict[str, Capture]:
     """Samples this node, all jobs at once (a job that was chosen, or is alone, has no name); keeps the bundles in -o."""
     from allranks.stacktraces import CollectOptions, Selection, collect, write_bundle
     from allranks.stacktraces.find import RANK_TITLES, find_jobs, find_others
@@ -312,7 +319,10 @@ def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture
         if others := find_others(scan(), targets):
             found = replace(found, notes=(*found.notes, f"beside the ranks: {', '.join(others)}"))
         if path is not None:
-            _say(f"Wrote {write_bundle(found, path)}")
+            try:
+                _say(f"Wrote {write_bundle(found, path)}")
+            except OSError as error:
+                failures.append(f"cannot write {path}: {why(error)}")
         return found
 
     with ThreadPoolExecutor(
@@ -334,7 +344,9 @@ def _sample_all_nodes(options: StacksFlags, args: argparse.Namespace) -> Capture
 
     lighthouse = find_lighthouse(options.job)
     if lighthouse is None:
-        return _sample_through_slurm(options, args)
+        from allranks.cli.slurm import sample_through_slurm
+
+        return sample_through_slurm(options.job, options.output, args)
     with tempfile.TemporaryDirectory(prefix="allranks-stacks-") as unnamed:
         folder = _folder(options.output, options.force) or Path(unnamed)
         found = gather_everywhere(lighthouse, folder, stacks=True)
@@ -344,44 +356,6 @@ def _sample_all_nodes(options: StacksFlags, args: argparse.Namespace) -> Capture
         if options.output:
             _say(f"Wrote {folder}")
         return read_capture(folder / "stacks")
-
-
-def _sample_through_slurm(options: StacksFlags, args: argparse.Namespace) -> Capture:
-    import shutil
-    import subprocess
-    import tempfile
-
-    from allranks.launch.slurm import collect_words, find_nodes
-    from allranks.stacktraces import read_capture
-
-    job = options.job or os.environ.get("SLURM_JOB_ID", "")
-    if not job or shutil.which("srun") is None:
-        raise InputError(
-            "--all-nodes needs a job under `allranks run` with a lighthouse, or a Slurm job and srun",
-            hint="give --job (a job of this node) or ALLRANKS_LIGHTHOUSE and ALLRANKS_TOKEN; elsewhere run `allranks stacks -o SHARED/{host}` on each node, then `allranks stacks --from SHARED`",
-        )
-    folder = (
-        Path(options.output) if options.output else Path(tempfile.mkdtemp(prefix=f"stacks-{job}-", dir="."))
-    )
-    words = ["-o", f"{folder.absolute()}/{{host}}", "--force", "--json"]
-    given = (("--rounds", args.rounds), ("--interval", args.interval_s), ("--config", args.config))
-    words += [text for name, value in given if value is not None for text in (name, str(value))]
-    switches = {"--native": args.native_frames, "--no-native": args.no_native, "--gdb": args.gdb}
-    words += [flag for flag, on in {**switches, "--cuda-gdb": args.cuda_gdb}.items() if on]
-    command = shutil.which("allranks") or str(Path(sys.executable).parent / "allranks")
-    nodes = find_nodes(job)
-    if not nodes:
-        _say(f"the nodes of job {job} are not known (squeue does not list it): srun chooses the nodes")
-    done = subprocess.run(
-        collect_words(job, len(nodes) or None, words, command), stdout=subprocess.DEVNULL, check=False
-    )
-    silent = [node for node in nodes if not (folder / node / "bundle.json").exists()]
-    if silent:
-        _say(f"{len(silent)} of {len(nodes)} nodes gave no stacks: {', '.join(silent)}")
-    elif done.returncode > 1:
-        _say(f"srun ended with {done.returncode}: some nodes may be missing")
-    _say(f"Wrote {folder}")
-    return read_capture(folder)
 
 
 def _folder(name: str, force: bool) -> Path | None:
@@ -417,7 +391,9 @@ def _signal_number(name: str) -> int:
     return number
 
 
-def _show(options: StacksFlags, captures: dict[str, Capture], reports: dict[str, StacksReport]) -> None:
+def _show(
+    options: StacksFlags, captures: dict[str, Capture], reports: dict[str, StacksReport], failures: list[str]
+) -> None:
     from allranks.stacktraces.text import grow_tree, render_text, report_json
 
     trees = {job: grow_tree(capture, options.all_threads) for job, capture in captures.items()}
@@ -426,7 +402,11 @@ def _show(options: StacksFlags, captures: dict[str, Capture], reports: dict[str,
 
         page = Path(options.html)
         page = page.with_name(f"{page.stem}-{_file_name(job)}{page.suffix}") if job else page
-        write_whole(str(page), [render_html(report, trees[job], job=job or options.job, made_s=time.time())])
+        html = render_html(report, trees[job], job=job or options.job, made_s=time.time())
+        try:
+            write_whole(str(page), [html])
+        except InputError as error:
+            failures.append(str(error))
     if options.json:
         shapes = {job: report_json(report, trees[job]) for job, report in reports.items()}
         alone = next(iter(shapes.values())) if len(shapes) == 1 else {"jobs": shapes}

@@ -179,7 +179,8 @@ def doing_text(row: RankRow, waiters: int, still: bool) -> str:
     """Who waits for whom, then what it does: a narrow screen cuts the end."""
     held = f"<- {waiters:,} {'rank waits' if waiters == 1 else 'ranks wait'} for it: " if waiters else ""
     waits = f"waits for {ranks_text(row.waits_for, limit=8)}: " if still and row.waits_for else ""
-    return f"{held or waits}{row.doing}{f' [{row.phase}]' if row.phase else ''}"
+    doing = "ended" if row.doing == "exit" else row.doing
+    return f"{held or waits}{doing}{f' [{row.phase}]' if row.phase and row.alive else ''}"
 
 
 def _wrap(text: str, width: int) -> list[str]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
-from allranks.errors import InputError
+from allranks.errors import InputError, why
 from allranks.model.files import replacing
 from allranks.model.formatting import FLAG
 from allranks.model.parsing import printable
@@ -170,5 +170,5 @@ def write_whole(name: str, parts: Iterable[str | bytes]) -> None:
             for part in parts:
                 file.write(part if isinstance(part, bytes) else part.encode("utf-8", "replace"))
     except OSError as error:
-        raise InputError(f"cannot write {name}: {error.strerror}") from error
+        raise InputError(f"cannot write {name}: {why(error)}") from error
     print(f"Wrote {name}", file=sys.stderr)

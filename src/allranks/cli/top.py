@@ -95,6 +95,7 @@ class Top(App[int]):
         Binding("i", "incident", "Incident"),
         Binding("p", "pause", "Pause"),
         Binding("escape", "close", "Close", show=False),
+        Binding("ctrl+c", "leave", "Quit", show=False, priority=True),
     ]
     SORTS: ClassVar[tuple[str, ...]] = ("rank", "silent", "doing", "step", "node")
 

@@ -16,6 +16,7 @@ from allranks.diagnosis.p2p import P2PMismatch, P2PWait
 from allranks.diagnosis.waits import Blocked, Graph, Patience, waited_s
 from allranks.model.diagnosis import Diagnosis, Finding, RankNow
 from allranks.model.formatting import count, duration, ranks_text, rename
+from allranks.model.stack_advice import LOOK_FOR
 from allranks.model.stacks import PLAIN_VERBS, is_user_file
 from allranks.model.trace import Frame, State, World
 
@@ -114,6 +115,7 @@ def doing(now: RankNow) -> dict[str, object]:
     return {
         "doing": verb if known else "is",
         "busy": known,
+        "find": LOOK_FOR.get(now.cause, ""),
         "held_by": "" if now.held_by is None else now.held_by,
     }
 

@@ -122,6 +122,7 @@ _SINCE = (
 _MEMBERS = "[unknown?which ranks are members of the group: its recorder does not say, so a rank without a dump may be lacking]"
 _STACKS = "where {ranks} is now: run `allranks stacks` on its node"
 _HELD = "[ (rank {held_by} holds the lock)]"
+_FIND_OUT = "at {now_at} (rank {now_rank}): {find}|check {now_at}: rank {now_rank} is there now"
 _THERE = "; rank {now_rank} {doing} at {now_at}" + _HELD
 
 # fmt: off
@@ -144,7 +145,7 @@ KINDS = {
         "[polls?which rank should make that change: perhaps a rank that waits here and skipped it]",
         "[exiting?find why the program of {ranks} ended early: it returned, or called sys.exit(0)"
         "|let rank {holder} release the lock before it enters {call}"
-        f"|check {{now_at}}: rank {{now_rank}} is there now|{_BETWEEN}]"),
+        f"|{_FIND_OUT}|{_BETWEEN}]"),
     "destroyed": Kind("missing_rank", 0.93,
         "{who} called destroy_process_group on group {label} and never entered {call}; {waiting}[left?; it has left the program]",
         _ENTERED, "", "make [{at}|this call] before any rank destroys the group, or on no rank"),
@@ -294,11 +295,11 @@ KINDS = {
         "[; {late} is in {now_in}|; the last call of {late} was {last}]"
         "[; world_size is {expected}[ ({line})], and there are files of {started} processes][" + _THERE + "]",
         "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
-        "[elsewhere?check {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
+        f"[elsewhere?[{_FIND_OUT}]|{_ALL_CALL}]"),
     "never_came_to_init": Kind("not_started", 0.85,
         "{who} never came to {function}[unseen? (no stack and no dump of it)]; {inside}[" + _THERE + "]",
         "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
-        "[elsewhere?check {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
+        f"[elsewhere?[{_FIND_OUT}]|{_ALL_CALL}]"),
     "ended_before": Kind("missing_rank", 0.9,
         "{who} ended with [clean?exit code 0|{how}] [called?in {function}|before {it} called {function}]; {inside}[" + _THERE + "]",
         "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", "",

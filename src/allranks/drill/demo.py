@@ -124,10 +124,10 @@ def _follow(path: Path, say: Say) -> Callable[[], bool]:
 _RULES: tuple[tuple[str, str, str], ...] = (
     (r"lighthouse at (\S+), page (\S+)", "text", r"lighthouse page: \2"),
     (r"\[rank 0\] (step (?:0|\d*[05]0): loss .*)", "text", r"\1"),
-    (r"-stall: stalled: (no rank has made progress .*)", "bad", r"noticed: \1"),
-    (r"-stall: (Rank \d+ .*?)(?:; story: .*)?$", "bad", r"verdict: \1"),
-    (r"-stall: evict: (.*)", "action", r"action: \1"),
-    (r"\[allranks [\d:]+\] (?:\S+-death: )?(Rank \d+ died of SIGKILL)", "bad", r"kill -9: \1"),
+    (r"\d-\d{6}\S*: stalled: (no rank has made progress .*)", "bad", r"noticed: \1"),
+    (r"\d-\d{6}\S*: evict: (.*)", "action", r"action: \1"),
+    (r"\[allranks [\d:]+\] (?:\S+: )?(Rank \d+ died of SIGKILL)", "bad", r"kill -9: \1"),
+    (r"\d-\d{6}\S*: (Rank \d+ .*?)(?:; story: .*)?$", "bad", r"verdict: \1"),
     (r"\[allranks [\d:]+\] (quorum \d+: .*)", "good", r"\1"),
     (r"\[(rank \d+)\] allranks\.manager: (healed: .*)", "good", r"\1 \2"),
 )

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from allranks.blackbox.files import folder_bytes
-from allranks.errors import InputError
+from allranks.errors import InputError, why
 from allranks.model.diagnosis import Action, Finding, Incident, Kind, Moment
 from allranks.model.files import write_atomically
 from allranks.model.parsing import printable
@@ -95,13 +95,13 @@ def copy_boxes(boxes: list[Path], target: Path) -> list[str]:
         try:
             shutil.copy2(box, target / box.name)
         except OSError as error:
-            missing.append(f"black box {box.name}: {error.strerror or error}")
+            missing.append(f"black box {box.name}: {why(error)}")
     return missing
 
 
-def new_id(kind: Kind, now: float | None = None) -> str:
-    """An id that sorts by time."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{kind}"
+def new_id(now: float | None = None) -> str:
+    """An id that sorts by time. Without the kind: a stall may become a hang."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
 
 
 def open_incident(
@@ -116,7 +116,7 @@ def open_incident(
 ) -> IncidentFolder:
     """Creates the folder of a new incident."""
     now = time.time()
-    path = _make_folder(folder, new_id(kind, now))
+    path = _make_folder(folder, new_id(now))
     incident = Incident(path.name, kind, job, now, reason, node, ranks, step, folder=str(path.absolute()))
     opened = IncidentFolder(path, incident)
     opened.update()

@@ -25,7 +25,15 @@ from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import DOING, JobView, Motion, RankRow
 from allranks.model.formatting import ranks_text, rename
-from allranks.model.job_state import AgentState, JobFacts, OpenIncident, StateLine, StepWork, describe
+from allranks.model.job_state import (
+    AgentState,
+    JobFacts,
+    OpenIncident,
+    StateLine,
+    StepWork,
+    describe,
+    inside_line,
+)
 from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State
 from allranks.watch.samples import SILENT_S, RankSample, letter_of, read_sample, read_samples
@@ -187,7 +195,7 @@ class Overview:
         return JobView(
             job=job, folder=str(self.folder), at=now, rows=with_nodes(rows, seen.nodes), lighthouse=lighthouse,
             line=line.text, level=line.level, state=line.state,
-            incidents=tuple(_incident_line(i) for i in incidents)[-8:],
+            incidents=incident_texts(incidents, running=any(row.alive for row in rows))[-8:],
         )  # fmt: skip
 
     def _row(
@@ -263,8 +271,8 @@ def ask_lighthouse(address: str) -> LighthouseView:
         return LighthouseView()
     try:
         first = address.split(",")[0]
-        view = web_client.get(first, "/api/page", timeout_s=0.5).object()
-        layout = web_client.get(first, "/api/nodes", timeout_s=0.5).object()
+        view = web_client.get(first, "/api/page", timeout_s=2.0).object()
+        layout = web_client.get(first, "/api/nodes", timeout_s=2.0).object()
         line = view["line"]
         state = StateLine(*(printable(str(line[key])) for key in ("state", "level", "text")))  # type: ignore[arg-type]
         incidents = tuple(one for one in reversed(view["incidents"]) if one.get("kind") != "request")
@@ -283,7 +291,7 @@ def local_facts(rows: Sequence[RankRow], incidents: Iterable[Story], watched: bo
     alive = [row for row in rows if row.alive]
     speeds = sorted(row.steps_per_s for row in alive if row.steps_per_s)
     motion = find_motion(opened)
-    cause = next((one.sentence for one in reversed(opened) if one.kind in ("hang", "stall")), "")
+    cause = next((one.sentence for one in reversed(opened) if one.kind == "hang"), "")
     begun = any(row.calls_completed or row.step >= 0 for row in rows)
     return JobFacts(
         agents=(AgentState(motion, cause),) if watched and alive else (),
@@ -328,9 +336,14 @@ def _result(incident: Story) -> str:
     return str(action.get("result") or "") if isinstance(action, dict) else ""
 
 
-def _incident_line(incident: Story) -> str:
-    state = "closed" if incident.get("closed") else "open"
-    return f"{incident.get('id')} ({incident.get('kind')}, {state}): {_sentence(incident)}"
+def incident_texts(incidents: Iterable[Story], *, running: bool) -> tuple[str, ...]:
+    """A line for each, oldest first. `running`: the job, and so an incident that is not closed, continues."""
+    lines = []
+    for one in sorted(incidents, key=lambda story: str(story.get("id"))):
+        state = "closed" if one.get("closed") else "open" if running else "open at the end"
+        plain = inside_line(_sentence(one), waits=state == "open")
+        lines.append(f"{one.get('id')} ({one.get('kind')}, {state}): {plain}")
+    return tuple(lines)
 
 
 def find_motion(opened: Iterable[OpenIncident]) -> Motion:

@@ -7,6 +7,7 @@ stacks are compared first (diagnosis/); other observations of the agent correct 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from allranks.incidents.job_overview import find_open_hang
 from allranks.incidents.policy import NO_STEP, PROGRAM_FAULT
 from allranks.load import LoadResult
 from allranks.model.diagnosis import Diagnosis, Finding, Status
-from allranks.model.formatting import ranks_text
+from allranks.model.formatting import duration, ranks_text
 from allranks.model.stacks import PLAIN_VERBS, WAITS, RankState, StacksReport
 from allranks.model.trace import Frame, RankTrace
 from allranks.stacktraces.classify import verb_of
@@ -320,6 +321,10 @@ def judge_dumps(
     for line in evidence.missing:
         print(f"left out: {line}", file=sys.stderr)
     result = judge(evidence, how)
+    if evidence.observed is not None:
+        name, taken_s = (hang or Path(roots[0])).name, evidence.observed.taken_ns / 1e9
+        old = f", collected {duration(max(0.0, time.time() - taken_s))} ago" if taken_s else ""
+        result = replace(result, summary=(f"evidence of incident {name}{old}", *result.summary))
     if stall:
         pause = Finding("pause", (), f"not known to be a hang; {stall}", confidence=1.0)
         status: Status = result.status if result.verdict is not None else "unclear"

@@ -29,7 +29,7 @@ from allranks.blackbox.header import process_state
 from allranks.channel import frames
 from allranks.channel.keys import ChannelError, Keyring, find_token, greet_as_client, read_token
 from allranks.channel.server import MemberServer
-from allranks.errors import AllranksError, ConfigurationError, InputError
+from allranks.errors import AllranksError, ConfigurationError, InputError, why
 from allranks.incidents.folder import new_id
 from allranks.incidents.job_overview import find_job, read_job
 from allranks.lighthouse.client.client import Client, ClientOptions
@@ -231,7 +231,7 @@ def pack_part(folder: Path, missing: list[str], *, limit: int = MAX_PACKED_BYTES
             try:
                 data = path.read_bytes()
             except OSError as error:
-                missing.append(f"{name}: {error.strerror or error}")
+                missing.append(f"{name}: {why(error)}")
                 continue
             if out.tell() + len(data) > limit:
                 missing.append(f"{name}: left out, a part is limited to {limit >> 20} MiB")
@@ -308,7 +308,7 @@ def gather_everywhere(
         peers = PeerAgents(client, token)
         try:
             reason = f"asked for on {host}"
-            asked = peers.ask(new_id("request"), reason, folder, stacks=stacks, alone=False)
+            asked = peers.ask(f"{new_id()}-{name}", reason, folder, stacks=stacks, alone=False)
             if asked is None or not asked.agents:
                 raise AllranksError(
                     f"no agent answers at the lighthouse {address}",

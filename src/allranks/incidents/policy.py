@@ -157,7 +157,7 @@ def decide_action(now_s: float, case: HangFacts, state: PolicyState, options: Po
     elif not case.certain and (costs := weigh(case)).act_s > costs.wait_s:
         kind, reason = "collect", f"not yet: {costs.sentence}"
     else:
-        reason = f"{_why(case, wanted)}; {weigh(case).sentence}"
+        reason = _why(case, wanted) + ("" if case.certain else f"; {weigh(case).sentence}")
         if not options.acts(case.mode):
             kind, reason = "dry_run", f"would {_DOES.get(wanted, wanted)}: {reason} (--recovery on does it)"
     return Action(kind, reason, case.ranks, replica, options.command)
@@ -193,7 +193,7 @@ def _why(case: HangFacts, wanted: ActionKind) -> str:
         return "no rank is to blame (network or device)"
     if not case.ranks:
         return "no rank was named"
-    why = f"{ranks_text(case.ranks)}: {case.cause.replace('_', ' ')} ({case.confidence:.0%} sure)"
+    why = f"{ranks_text(case.ranks)}, {case.cause.replace('_', ' ')}, {case.confidence:.0%} sure"
     if case.cause in PROGRAM_FAULT and wanted == "evict":
         why += "; the program differs between ranks, so this may happen again"
     return why

@@ -127,6 +127,7 @@ class TorchrunPatches:
             WAITING: self._count_waiting,
         }
         with contextlib.ExitStack() as stack:
+            stack.callback(logging.getLogger(_ELASTIC[:-1]).setLevel, logging.NOTSET)
             for method, instead in table.items():
                 stack.enter_context(replaced(method, instead))
             if self.spares is not None:
@@ -142,6 +143,7 @@ class TorchrunPatches:
         """torchrun's handler raises an exception anywhere in the thread, where code that catches all exceptions, such as a log
         handler, may swallow it. So `_monitor` raises it again."""
         self._signals.append(number)
+        logging.getLogger(_ELASTIC[:-1]).setLevel(logging.ERROR)  # it logs each signal that it sends
         ordinary(number, frame)
 
     def _monitor(

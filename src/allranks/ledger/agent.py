@@ -15,7 +15,7 @@ from pathlib import Path
 import allranks
 from allranks.blackbox.reader import read_trace
 from allranks.blackbox.tables import Tables
-from allranks.errors import InputError
+from allranks.errors import InputError, why
 from allranks.ledger.accounts import Accounts
 from allranks.ledger.across import FOR_S, RECENT_S, SHORT_S, NodeLateness, note_passed
 from allranks.ledger.arrivals import Waited, find_waits
@@ -221,8 +221,9 @@ class LedgerKeeper:
                 work()
         except Exception as error:
             if not self._failed:
-                traceback = not isinstance(error, OSError)
-                log.warning("the goodput ledger is not up to date: %s", error, exc_info=traceback)
+                known = isinstance(error, OSError)
+                reason = why(error) if isinstance(error, OSError) else error
+                log.warning("the goodput ledger is not up to date: %s", reason, exc_info=not known)
             self._failed = True
 
 

@@ -15,10 +15,14 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
     Does not follow links or reuse existing files. If several processes write, the last one wins.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
-    os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode))
     try:
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode))
         yield draft
         draft.replace(path)
+    except OSError as error:
+        if error.filename in (None, str(draft)):  # a failed write names no file
+            error.filename = str(path)
+        raise
     finally:
         draft.unlink(missing_ok=True)
 

@@ -15,8 +15,9 @@ from allranks.model.formatting import age, count, speed
 
 Level = Literal["good", "warn", "bad"]
 RED_STALL_S = 60.0  # without agents
+OLD_RATE_S = 3.0  # agents report every second or two
 #: How long ranks had waited when the verdict was made; the line counts on by itself.
-_WAITED = re.compile(r"(\d ranks? )(?:has|have) waited (?:at most )?[\d.]+ \w+(?: \d+ \w+)?")
+_WAITED = re.compile(r"(\d ranks? )(?:has|have) waited (?:(in it) for )?(?:at most )?[\d.]+ \w+(?: \d+ \w+)?")
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,14 @@ def _hung(facts: JobFacts, hang: OpenIncident | None) -> StateLine:
     return StateLine("hung", "bad", f"{text.rstrip('.')}. {done[:1].upper()}{done[1:]}" if done else text)
 
 
-def inside_line(sentence: str) -> str:
-    """A sentence of an incident after the colon of the line, which itself says for how long."""
-    plain = _WAITED.sub(
-        lambda found: f"{found[1]}{'waits' if found[1] == '1 rank ' else 'wait'} for it", sentence
-    )
+def inside_line(sentence: str, waits: bool = True) -> str:
+    """A sentence of an incident after a colon. `waits`: ranks still wait, and the line itself says for how long."""
+    plain = sentence
+    if waits:
+        plain = _WAITED.sub(
+            lambda found: f"{found[1]}{'waits' if found[1] == '1 rank ' else 'wait'} {found[2] or 'for it'}",
+            sentence,
+        )
     return plain if plain[1:2].isupper() else f"{plain[:1].lower()}{plain[1:]}"
 
 
@@ -157,7 +161,8 @@ def _not_training(facts: JobFacts) -> StateLine | None:
         return StateLine("stopped", "bad", f"Stopped: no rank is running{_last(facts)}")
     if not facts.begun:
         why = f": {facts.waiting}" if facts.waiting else facts.missing
-        return StateLine("starting", "warn", f"Starting{_count(facts)}{why}")
+        here = f", {count(facts.replicas, 'replica')}" if facts.replicas else _count(facts)
+        return StateLine("starting", "warn", f"Starting{here}{why}")
     if facts.gone == "left":
         text = f"No replica is training: all have left{_last(facts)}{facts.missing}"
         return StateLine("stopped", "warn", text)
@@ -181,7 +186,8 @@ def _stalled(facts: JobFacts) -> StateLine | None:
 
 def _training(facts: JobFacts) -> StateLine:
     level: Level = "good" if facts.members >= facts.replicas else "warn"
-    late = facts.silent_s >= facts.usual_s
+    rate = facts.calls_per_s if facts.step < 0 and not facts.replicas else facts.steps_per_s
+    late = facts.silent_s >= min(facts.usual_s, max(OLD_RATE_S, 4 / rate) if rate else facts.usual_s)
     rest = f"{_count(facts)}{facts.missing}"
     if facts.step < 0 and not facts.replicas:
         pace = f", {speed(facts.calls_per_s, 'call')}" if facts.calls_per_s and not late else ""

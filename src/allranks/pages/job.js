@@ -112,6 +112,11 @@
       if (fetched.get(i.evidence).timeline && i.story) { const frame = make("iframe", "", "timeline"); frame.title = "Timeline of the calls"; frame.setAttribute("sandbox", "allow-scripts"); frame.loading = "lazy"; frame.src = i.story + "?timeline"; holder.append(frame); }
     } catch (error) { delete body.dataset.loaded; text(holder, "The evidence cannot be read: " + error); }
   }
+  // the frame has another origin: it sends its height
+  addEventListener("message", (event) => {
+    const frame = [...document.querySelectorAll("iframe.timeline")].find((one) => one.contentWindow === event.source);
+    if (frame && event.data.height > 0) frame.style.height = Math.min(560, event.data.height + 2) + "px";
+  });
   function entry(one) {
     const box = make("details", "", "small panel" + (one.guilty ? " guilty" : ""));
     box.append(make("summary", one.title + (one.cause ? ": " + one.cause : "") + (one.where ? " at " + one.where : "")), ...parts({ ...one, calls: (one.calls || []).slice(-5) }));
@@ -243,8 +248,17 @@
   });
   async function jobs() {
     const found = (await read("/api/jobs")).filter((j) => !j.here && !j.ended && /^[\w.\-:\[\]]+$/.test(j.address || "")), box = $("jobs");
+    const levels = ["bad", "warn", "good"], level = (j) => levels.indexOf(j.level), dot = (j) => make("i", "", "dot " + (levels[level(j)] || ""));
+    const key = JSON.stringify(found.map((j) => [j.job, j.address, j.level]));
     box.hidden = !found.length;
-    box.replaceChildren("Also running: ", ...found.map((j) => { const link = make("a", j.job), dot = make("i", "", "dot " + (["good", "warn", "bad"].includes(j.level) ? j.level : "")), one = make("span", "", "job"); link.href = "http://" + j.address + "/"; link.title = j.text; one.append(dot, link); return one; }));
+    if (box.dataset.key === key || !found.length) return;
+    box.dataset.key = key;
+    found.sort((a, b) => level(a) - level(b) || names.compare(a.job, b.job));
+    const head = make("summary"), list = make("div", "", "others"), all = make("details");
+    head.append(dot(found[0]), `${count(found.length, "other job")}`);
+    list.append(...found.map((j) => { const link = make("a", j.job), one = make("div", "", "job"); link.href = "http://" + j.address + "/"; link.title = j.text; one.append(dot(j), link); return one; }));
+    all.append(head, list); all.open = box.firstChild?.open || false;
+    box.replaceChildren(all);
   }
 
   // ---- the stream; without it the first line says so, for what it said before may no longer be true

@@ -62,7 +62,7 @@
   }
   function size() {
     scale = window.devicePixelRatio || 1;
-    canvas.style.height = Math.max(110, Math.min(500, TOP + 8 + ROW * rowsCount)) + "px";
+    canvas.style.height = Math.min(500, TOP + 8 + ROW * rowsCount) + "px";
     width = Math.max(200, Math.round(canvas.clientWidth * scale));
     height = Math.round(canvas.clientHeight * scale);
     canvas.width = width; canvas.height = height;
@@ -346,4 +346,5 @@
   if (rowsCount > 64 && fault) goToFault();
   clamp(); paintAll();
   document.body.dataset.ready = "yes";
+  if (document.body.className) new ResizeObserver(() => parent.postMessage({ height: document.body.offsetHeight }, "*")).observe(document.body);
 })();

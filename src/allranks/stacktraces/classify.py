@@ -316,7 +316,7 @@ def _in_motion(state: RankState, slow: bool, somebody_slow: bool) -> RankState:
         return replace(state, cause="slow", evidence=evidence)
     if somebody_slow and state.cause in WAITS:
         return state
-    return replace(state, cause="healthy", evidence=f"makes progress; at the last look: {state.evidence}")
+    return replace(state, cause="healthy", evidence=f"makes progress; in the last sample: {state.evidence}")
 
 
 def _waited(capture: Capture, table: Sequence[StackPattern]) -> dict[int, float]:

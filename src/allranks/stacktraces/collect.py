@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.blackbox.header import process_state
-from allranks.errors import ConfigurationError
+from allranks.errors import ConfigurationError, why
 from allranks.model.formatting import count
 from allranks.model.stacks import (
     IDLE_CHILD,
@@ -305,7 +305,7 @@ class _Collection:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8", errors="replace")
         except OSError as error:
-            note = f"{name} could not be written: {error}"
+            note = f"{name} could not be written: {why(error)}"
             if note not in self.notes:
                 self.notes.append(note)
 

@@ -82,6 +82,7 @@ def number_ranks(coords: list[tuple[tuple[str, int], ...]]) -> list[int]:
 
 
 MAX_CHILDREN = 64
+UNNAMED = "process-"  # begins the name of a job that its launcher does not name
 _RANK_VARIABLES = ("ALLRANKS_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _JOB_VARIABLES = ("ALLRANKS_JOB_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _STEP = re.compile(r"^slurmstepd: \[(\d+)[.\]]")  # the title of the process that srun's tasks are started by
@@ -160,7 +161,7 @@ def name_job(target: Target, parent: int) -> str:
     for name in (target.job, target.environ.get("ALLRANKS_JOB_ID"), target.environ.get("SLURM_JOB_ID")):
         if name and name not in ("none", "defaultjob"):
             return name
-    return f"process-{parent}"
+    return f"{UNNAMED}{parent}"
 
 
 def targets_of(pids: Mapping[int, int], box_folders: tuple[Path, ...] = ()) -> list[Target]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from allranks import pages
+from allranks.model.stack_advice import LOOK_FOR
 from allranks.model.stacks import (
     JobLook,
     Process,
@@ -50,7 +51,11 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
         headline=pages.upper(report.sentence),
         reason=report.reason if report.reason not in report.sentence else "",
         about=pages.About(job, host, made_s=made_s, facts=(("Ranks", f"{len(report.ranks):,}"),)).rows(),
-        advice=[f"look at {s.where}: rank {s.rank} is there ({_spaced(s.cause)})" for s in first if s.where],
+        advice=[
+            f"at {s.where} (rank {s.rank}): {LOOK_FOR.get(s.cause, 'check this line')}"
+            for s in first
+            if s.where
+        ],
         commands=[],
         guilty_title=f"The guilty rank{'s' if len(report.culprits) > 1 else ''}",
         guilty_stacks=[_card(state) for state in first if state.stack],

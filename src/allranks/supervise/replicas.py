@@ -398,7 +398,11 @@ class Supervisor:
         """Stops all remaining ranks; returns the exit code."""
         for replica in self._replicas.values():
             if replica.ranks:
-                self._begin_stop(replica, "stop", f"the agent got signal {self._signal}")
+                self._begin_stop(
+                    replica,
+                    "stop",
+                    f"the agent got signal {self._signal}" if self._signal else "the job ends",
+                )
             elif replica.state == "waiting":
                 replica.state = "finished"
         while any(replica.ranks for replica in self._replicas.values()):
@@ -434,9 +438,14 @@ class Supervisor:
         return 0 if any(replica.state == "finished" for replica in self._replicas.values()) else 1
 
     def _tell(self, event: Event) -> None:
-        level = logging.DEBUG if self._signal else logging.INFO  # after a signal the user expects all to end
+        level = (
+            logging.DEBUG if self._signal or event.exit_code == 0 else logging.INFO
+        )  # these ends are expected
         detail = f": {event.detail}" if event.detail else ""
-        log.log(level, "replica %d %s%s", event.replica, event.kind.replace("_", " "), detail)
+        if event.kind == "rank_exited":
+            log.log(level, "replica %d: rank %s %s", event.replica, event.rank, event.detail)
+        else:
+            log.log(level, "replica %d %s%s", event.replica, event.kind.replace("_", " "), detail)
         self.on_event(event)
 
 

@@ -1,0 +1,26 @@
+"""What to look for at the line of a rank that others wait for, by the cause of its stack (model/stacks.py)."""
+
+LOOK_FOR = {
+    "sleep": "find what this sleep waits for (a retry, a poll, a fixed pause), and limit it",
+    "dataloader_wait": "check the DataLoader's workers: slow storage, a lock, or a worker that died",
+    "checkpoint_io": "check the file system behind this line: full, slow, or a mount that is gone (`df`, `dmesg -T`)",
+    "file_lock_wait": "find the process that holds the file lock (`lslocks`)",
+    "network_io": "check the server that this line talks to, and give the call a timeout",
+    "lock_deadlock": "find the thread that holds this lock, and release it before the next collective",
+    "queue_wait": "find the thread or process that should set this event or fill this queue: it may have died",
+    "gil_held_native": "find the C call at this line that keeps the interpreter lock",
+    "gil_contention": "find the other thread that keeps the interpreter lock",
+    "native_call": "check the library call at this line: it has not returned",
+    "cuda_wait": "check the GPU work before this line: `nvidia-smi`, and `dmesg -T` for Xid errors",
+    "cuda_kernel": "find the kernel launched before this line: it does not end",
+    "busy_python": "find the loop at this line, and why it does not end on this rank",
+    "subprocess_wait": "check the command that this line started: it has not ended (`ps -ef --forest`)",
+    "child_process_wait": "check the child process: it has not ended (`ps -ef --forest`)",
+    "event_loop_idle": "find the task that the event loop waits for",
+    "request_wait": "find the client that should send the next request",
+    "pipe_write_blocked": "find the reader of this pipe: it does not read",
+    "stdin_wait": "remove the input() or breakpoint(): no terminal answers it",
+    "shutdown_join": "find the thread that does not end, and stop it before the program returns",
+    "stopped": "continue the process (`kill -CONT PID`), and find what stopped it: SIGSTOP, Ctrl-Z or a debugger",
+    "d_state": "check the disk or the network file system: the kernel does not return (`dmesg -T`)",
+}
