@@ -16,13 +16,13 @@ from allranks.etcd import Etcd
 
 
 class EtcdCluster:
-    """Nodes are children of this process; `kill(i)` and `start(i)` keep the data, which lies in memory: leases of a
-    second must not depend on a disk that others use.
+    """Nodes are children of this process; `kill(i)` and `start(i)` keep the data. It lies in memory, unless `data` names a
+    folder: leases of a second must not depend on a disk that others use.
     """
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, data: Path | str = "/dev/shm") -> None:
         self._folder = folder
-        self._data = tempfile.TemporaryDirectory(prefix="allranks-etcd-", dir="/dev/shm")
+        self._data = tempfile.TemporaryDirectory(prefix="allranks-etcd-", dir=data)
         self._held = [HeldPort() for _ in range(2 * size)]
         ports = [held.number for held in self._held]
         self._clients, self._peers = ports[:size], ports[size:]

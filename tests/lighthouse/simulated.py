@@ -396,7 +396,7 @@ class Job:
             for member in members:
                 member.ask(broken=True)
             return
-        if plan.top == FRESH and quorum.reached < self.known_step - 1:
+        if plan.top == FRESH and self.known_step > 1 and quorum.reached < self.known_step - 1:
             self.violations.append(
                 f"step 0 again after step {self.known_step}: the members hear of {quorum.reached}"
             )
@@ -414,7 +414,7 @@ class Job:
             healer.step, healer.term, healer.history = source.step, source.term, source.history
         if any(member.phase != "forming" for member in members):
             return
-        self.known_step = 0 if plan.top == FRESH else self.known_step
+        self.known_step = plan.top[1]
         for member in members:
             member.failed_serves.clear()
             member.seen = max(member.seen, plan.term)

@@ -51,7 +51,7 @@ class World:
         self.clock = build_clock(self.folder)
         for job in CLOCKS:
             self.set_clock(job, 0)
-        self.etcd = EtcdCluster(self.folder, 1)
+        self.etcd = EtcdCluster(self.folder, 1, self.folder)  # faults fill /dev/shm
         if weed_binary() is not None:
             self.s3 = S3Server(self.folder / "s3")
             self.s3.start()
