@@ -59,10 +59,13 @@ def test_a_source_or_receiver_killed_while_healing_leaves_equal_replicas(
         cluster.wait_for("act 0", "a", "b")
         cluster.start("c", job=armed)
         cluster.killed(victim)
+        left = [name for name in "abc" if name != victim]
         cluster.wait_for_progress("b", cluster.progress("b") + 10)
+        for name in left:
+            cluster.wait_for_progress(name, cluster.progress("b") + 2)
         cluster.tell_to_stop()
         results = cluster.results()
-    assert sorted(results) == [name for name in "abc" if name != victim]
+    assert sorted(results) == left
     assert_equal_states(results)
 
 

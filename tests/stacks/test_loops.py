@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,3 +117,18 @@ def test_an_endless_loop_on_two_lines_is_not_called_moving(
 def _rank(pid: int) -> StacksReport:
     targets = find_targets(Selection(pids=(pid,)))
     return classify(collect(targets, CollectOptions(interval_s=1.0, rounds=3)))
+
+
+def test_threads_may_read_sources_at_the_same_time() -> None:
+    """A garbage collection while Python 3.11 parses lets another thread parse, and one of the two gets a SystemError."""
+    body = "    for x in a:\n        if x:\n            while True:\n                y = [[(x + 1) * [a[0]][0]]]\n"
+    texts = ["".join(f"def f{number}_{text}(a):\n{body}" for number in range(40)) for text in range(64)]
+    before, switch = gc.get_threshold(), lambda *_: time.sleep(0)
+    gc.callbacks.append(switch)
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(lambda text: source.only_sleeps(text, 4), texts)) == {False}
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(switch)

@@ -6,6 +6,7 @@ The interpreter does not record who holds a lock. A thread that stands inside `w
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
@@ -13,10 +14,15 @@ _CLOCKS = frozenset({"monotonic", "time", "perf_counter"})
 _LOCKS = ("lock", "mutex", "sem", "cond", "guard")
 
 
+#: Python 3.11 raises SystemError in one of two threads that parse at the same time.
+_one_parses = threading.Lock()
+
+
 @lru_cache(maxsize=64)
 def _tree(text: str) -> ast.Module | None:
     try:
-        return ast.parse(text)
+        with _one_parses:
+            return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
