@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from allranks.launch.node_agent import NodeAgent
+from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.server import Lighthouse
+from allranks.supervise.replicas import Event
 
 from .processes import LighthouseProcess, Proxy, Victim
 from .waiting import eventually
@@ -342,6 +345,23 @@ def test_a_frozen_lighthouse_believes_nobody_dead_when_it_wakes(
     lighthouse.wait_log("is back")
     assert form([a, b], step=1)["quorum"] == first["quorum"]
     assert "nothing heard" not in lighthouse.log()
+
+
+def test_a_restarted_replica_is_readmitted_when_the_lighthouse_answers_again(
+    run_lighthouse: RunLighthouse,
+) -> None:
+    """The agent asks for it while the lighthouse is away. Otherwise the replica would be refused for ever."""
+    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "2000")
+    with Client(ClientOptions((lighthouse.address,), replica="agent", role="observer")) as client:
+        agent = NodeAgent(None, client)
+        client.evict("replica-2", "stuck")
+        agent._evicted.add(2)
+        lighthouse.kill(signal.SIGSTOP)
+        eventually(lambda: not client.connected)
+        agent._on_event(Event("started", 2))
+        lighthouse.kill(signal.SIGCONT)
+        eventually(lambda: client.connected and client.status()["evicted"] == {})
+        agent.close()
 
 
 def test_sigterm_drains_and_exits_zero(run_lighthouse: RunLighthouse, victims: Victims) -> None:

@@ -286,6 +286,9 @@ def test_the_same_failure_three_times_is_an_error_of_the_program() -> None:
     assert not find_program_error([failing(), failing(where="train.py:8"), failing()])
     assert not find_program_error([failing(4), failing(5), failing(6)])
     assert not find_program_error([failing(calls=1000), failing(calls=2000), failing(calls=3000)])
+    assert not find_program_error(
+        [failing(reason="raised ReplicaEvicted")] * 3
+    )  # the agent has not readmitted it yet
 
 
 def test_a_failure_of_every_replica_is_an_error_of_the_program_sooner() -> None:

@@ -56,6 +56,7 @@ NO_MANAGER = (
 #: A replica that was killed after this much training is restarted at once.
 TRAINED_S, TRAINED_CALLS = 10.0, 20
 CALLS_S = 15.0  # the end of the job waits this long for calls to the lighthouse
+READMIT_TRIES, READMIT_S = 60, 0.2  # attempts to lift an eviction, and the first pause between two
 MAX_STORY = 1 << 20  # characters of a page sent to the lighthouse
 
 
@@ -257,7 +258,17 @@ class NodeAgent:
             self._calls.put(lambda: self._note_finished(event.replica))
         elif event.kind == "started" and event.replica in self._evicted:
             self._evicted.discard(event.replica)
-            self._calls.put(lambda: self._call(lambda client: client.readmit(replica_name(event.replica))))
+            threading.Thread(
+                target=self._readmit, args=(event.replica,), name="allranks-readmit", daemon=True
+            ).start()
+
+    def _readmit(self, replica: int) -> None:
+        """Lifts the eviction of a replica that has been restarted: until then the lighthouse refuses it. Tries for minutes."""
+        for attempt in range(READMIT_TRIES):
+            if self._call(lambda client: client.readmit(replica_name(replica))):
+                return
+            if self._closing.wait(min(READMIT_S * 2**attempt, 10.0)):
+                return
 
     def _note_finished(self, replica: int) -> None:
         self._check_manager(over=True)

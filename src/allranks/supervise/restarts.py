@@ -59,6 +59,8 @@ def decide_restart(history: RestartHistory, options: RestartOptions) -> tuple[fl
 def find_program_error(failures: Sequence[Failure]) -> str:
     """Why the failures are an error of the program: the last ones are all the same; "" when they are not."""
     last = failures[-SAME_FAILURES:]
+    if any("ReplicaEvicted" in failure.reason for failure in last):
+        return ""  # its agent readmits it as soon as it reaches the lighthouse
     if len(last) < SAME_FAILURES or not all(last[-1].repeats(earlier) for earlier in last):
         return ""
     return (
