@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import socket
 from collections.abc import Callable
@@ -293,6 +294,21 @@ def test_unknown_clients_who_keep_connections_open_do_not_hold_all_places(
             while True:
                 kept[0].sendall(request)
                 assert kept[0].recv(65536)
+
+
+def test_connections_that_make_room_while_their_requests_wait_are_no_errors(
+    run_lighthouse: RunLighthouse,
+) -> None:
+    """More of them than there are places, all at once: not a line in the log, where there was a traceback for each."""
+    lighthouse = run_lighthouse()
+    with ExitStack() as stack:
+        for _ in range(MAX_CONNECTIONS + 100):
+            sock = stack.enter_context(contextlib.closing(dial(lighthouse.address)))
+            with contextlib.suppress(OSError):
+                sock.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert ask(lighthouse.address) == 200
+    assert ask(lighthouse.address) == 200
+    assert "Traceback" not in lighthouse.log()
 
 
 def test_the_token_is_not_taken_over_an_unencrypted_network(monkeypatch: pytest.MonkeyPatch) -> None:
