@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -361,6 +362,24 @@ def test_a_restarted_replica_is_readmitted_when_the_lighthouse_answers_again(
         agent._on_event(Event("started", 2))
         lighthouse.kill(signal.SIGCONT)
         eventually(lambda: client.connected and client.status()["evicted"] == {})
+        agent.close()
+
+
+def test_a_replica_that_is_evicted_again_is_not_readmitted_late(run_lighthouse: RunLighthouse) -> None:
+    """Its restart is not reported while the lighthouse is away; then it is set aside."""
+    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "2000")
+    with Client(ClientOptions((lighthouse.address,), replica="agent", role="observer")) as client:
+        agent = NodeAgent(None, client)
+        client.evict("replica-2", "stuck")
+        agent._evicted.add(2)
+        lighthouse.kill(signal.SIGSTOP)
+        eventually(lambda: not client.connected)
+        agent._on_event(Event("started", 2))
+        agent._evicted.add(2)
+        lighthouse.kill(signal.SIGCONT)
+        eventually(lambda: "allranks-readmit" not in {thread.name for thread in threading.enumerate()})
+        eventually(lambda: client.connected)
+        assert "replica-2" in client.status()["evicted"]
         agent.close()
 
 

@@ -1,4 +1,4 @@
-"""Loops without end on several lines: which of its lines a thread is at is no progress; a loop that computes moves."""
+"""Loops without end on several lines: moving between its lines does not count as progress; a loop that computes moves."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -112,7 +113,6 @@ FLAGS = (StacksFlags, (DEFAULTS, ("rounds", "interval_s", "cuda_gdb")))
 def main(args: argparse.Namespace) -> int:
     """0 nothing is hung, 1 a hung job or an unclear one, 2 could not run."""
     from allranks.stacktraces import Stillness, classify, read_capture
-    from allranks.stacktraces.tree import check_one_job
 
     options, begun = read_flags(StacksFlags, args), None
     failures: list[str] = []  # files that could not be written: the answer comes first
@@ -134,7 +134,7 @@ def main(args: argparse.Namespace) -> int:
         captures = {"": _sample_all_nodes(options, args)}
     elif not captures:
         if options.pid:
-            check_one_job(options.pid)
+            _check_one_job(options.pid)
         begun = _begin_tree(options)
         captures = _sample(options if begun is None else replace(options, no_native=True), args, failures)
     stillness = Stillness() if options.still is None else Stillness(still_s=options.still)
@@ -285,6 +285,29 @@ def _known_name(given: str, must: bool) -> str:
             raise
         return given
     return str(read_job(folder).get("job") or folder.name)
+
+
+def _check_one_job(pids: tuple[int, ...]) -> None:
+    """InputError when ranks of several jobs are at or below these processes: one answer would mix them."""
+    from allranks.stacktraces.find import UNNAMED, Selection, find_targets, split_jobs
+    from allranks.stacktraces.procfs import scan
+    from allranks.stacktraces.tree import find_tree
+
+    below, ranks = {entry.pid for entry in find_tree(pids)}, []
+    with contextlib.suppress(InputError):  # none is known as a rank
+        ranks = [one for one in find_targets(Selection()) if one.child is None and one.pid in below]
+    jobs = split_jobs(ranks, {entry.pid: entry.ppid for entry in scan([one.pid for one in ranks])})
+    apart = len({one.environ.get("RANK", "") for one in ranks}) == len(ranks)
+    if len(jobs) < 2 or (apart and sum(not job.startswith(UNNAMED) for job in jobs) < 2):
+        return
+    hint = ["Choose one:"]
+    for job, own in sorted(jobs.items()):
+        which = f"--pid {job[len(UNNAMED) :]}" if job.startswith(UNNAMED) else job
+        hint.append(f"  allranks stacks {which}  # {count(len(own), 'rank')}")
+    hint.append("All of them, each by itself: allranks stacks. As one job: add --tree.")
+    raise InputError(
+        f"ranks of {len(jobs)} jobs are below process {', '.join(map(str, pids))}", hint="\n".join(hint)
+    )
 
 
 def _sample(options: StacksFlags, args: argparse.Namespace, failures: list[str]) -> dict[str, Capture]:

@@ -112,12 +112,8 @@ def doing(now: RankNow) -> dict[str, object]:
     """What a rank does by its stacks, and which rank holds the lock that it waits for."""
     verb = "looks again and again for a change" if polls(now) else _VERBS.get(now.cause, "")
     known = bool(verb) and now.cause != "unknown"
-    return {
-        "doing": verb if known else "is",
-        "busy": known,
-        "find": LOOK_FOR.get(now.cause, ""),
-        "held_by": "" if now.held_by is None else now.held_by,
-    }
+    held_by, find = "" if now.held_by is None else now.held_by, LOOK_FOR.get(now.cause, "")
+    return {"doing": verb if known else "is", "busy": known, "find": find, "held_by": held_by}
 
 
 def with_names(found: Diagnosis, worlds: Sequence[World]) -> Diagnosis:

@@ -46,9 +46,8 @@ class Waits:
     outside: dict[
         int, ProcessLink
     ]  # of units that wait on a link whose other end is in no process of the job
-    full: frozenset[int] = (
-        frozenset()
-    )  # units that wait for a call, which was sent, but finds no room beside theirs
+    #: units that wait for a call, which was sent, but finds no room beside theirs
+    full: frozenset[int] = frozenset()
 
     @cached_property
     def graph(self) -> Graph:

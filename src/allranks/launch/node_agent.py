@@ -211,6 +211,7 @@ class NodeAgent:
         name, replica = replica_name(action.replica), action.replica
         if not self.supervisor.has(replica):
             return f"{name} runs on another node"
+        self._evicted.add(replica)
         self._call(lambda client: client.evict(name, f"{incident.id}: {action.reason}"))
         self.supervisor.request(Request("set_aside", replica, action.reason))
         return f"{name} was set aside"
@@ -265,6 +266,8 @@ class NodeAgent:
     def _readmit(self, replica: int) -> None:
         """Lifts the eviction of a replica that has been restarted: until then the lighthouse refuses it. Tries for minutes."""
         for attempt in range(READMIT_TRIES):
+            if replica in self._evicted:  # again, for another reason
+                return
             if self._call(lambda client: client.readmit(replica_name(replica))):
                 return
             if self._closing.wait(min(READMIT_S * 2**attempt, 10.0)):

@@ -191,9 +191,7 @@ class HttpConnection(asyncio.StreamReaderProtocol):
 
     def _send(self, request: HttpRequest, answer: Answer) -> bool:
         """Writes an answer; whether the connection stays open for another request."""
-        if (
-            self.transport.is_closing()
-        ):  # aborted, to make room for others, while the request waited for its turn
+        if self.transport.is_closing():  # while the request waited for its turn
             return False
         keep = request.headers.get("connection", "").lower() != "close" and answer.stream is None
         ancestors = "'self'" if answer.framed else "'none'"

@@ -102,7 +102,7 @@ SHORT_S = 2.0  # a shorter look tells nothing
 SOON_S = 60.0
 LONG_S = 300.0  # a computation that is silent for longer is taken for a loop
 _WORK = ("busy_python", "native_call")
-_POLLS = ("rendezvous_wait", "store_wait")  # that such a wait ran is no progress
+_POLLS = ("rendezvous_wait", "store_wait")  # such a wait may use CPU time without progress
 
 
 def _user_line(path: tuple[StackFrame, ...]) -> tuple[str, int]:

@@ -20,7 +20,6 @@ import msgspec
 
 from allranks.blackbox.header import process_stat
 from allranks.errors import InputError
-from allranks.model.formatting import count
 from allranks.model.parsing import from_json
 from allranks.model.stacks import (
     GroupCall,
@@ -39,7 +38,7 @@ from allranks.stacktraces.asked import Surroundings, Task
 from allranks.stacktraces.boxes import group_calls
 from allranks.stacktraces.collect import SourceLines
 from allranks.stacktraces.extras import FileLocks, file_locks, read_extras
-from allranks.stacktraces.find import UNNAMED, Selection, find_targets, split_jobs
+from allranks.stacktraces.find import Selection, find_targets
 from allranks.stacktraces.links import LinkReader
 from allranks.stacktraces.patterns import load_patterns
 from allranks.stacktraces.procfs import (
@@ -52,7 +51,6 @@ from allranks.stacktraces.procfs import (
     read_facts,
     read_proc,
     renumber,
-    scan,
     work_done,
 )
 from allranks.stacktraces.roles import RoleRule, give_roles, load_roles
@@ -79,27 +77,6 @@ class LookOptions:
     # of an earlier look, and has not run since: its threads are as they were
     known: Mapping[int, Process] = field(default_factory=dict)
     links: LinkReader | None = None  # that of the earlier looks
-
-
-def check_one_job(pids: Sequence[int]) -> None:
-    """InputError when ranks of several jobs are at or below these processes: one answer would mix them."""
-    below = {entry.pid for entry in find_tree(pids)}
-    try:
-        ranks = [one for one in find_targets(Selection()) if one.child is None and one.pid in below]
-    except InputError:  # none is known as a rank
-        return
-    jobs = split_jobs(ranks, {entry.pid: entry.ppid for entry in scan([one.pid for one in ranks])})
-    numbers = [one.environ.get("RANK", "") for one in ranks]
-    named = [job for job in jobs if not job.startswith(UNNAMED)]
-    if len(jobs) < 2 or (len(named) < 2 and len(set(numbers)) == len(numbers)):
-        return
-    ways = [
-        f"  allranks stacks {f'--pid {job[len(UNNAMED) :]}' if job.startswith(UNNAMED) else job}  # {count(len(pids), 'rank')}"
-        for job, pids in sorted(jobs.items())
-    ]
-    hint = ["Choose one:", *ways, "All of them, each by itself: allranks stacks. As one job: add --tree."]
-    where = f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
-    raise InputError(f"ranks of {len(jobs)} jobs are below {where}", hint="\n".join(hint))
 
 
 def find_tree(pids: Sequence[int], known: Mapping[int, ProcessEntry] | None = None) -> list[ProcessEntry]:

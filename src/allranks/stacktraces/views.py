@@ -285,7 +285,7 @@ def _sleeps(path: Sequence[StackFrame]) -> bool:
 
 
 def line_of(frame: StackFrame) -> int:
-    """The line of a frame; in a loop that changes nothing, the loop's first line: which of its lines it is at is no progress."""
+    """The line of a frame; in a loop that changes nothing, the loop's first line: moving between its lines does not count as progress."""
     loop = frame.source.partition(LOOP)[2].partition(" ")[0]
     return int(loop) if loop.isdigit() else frame.line
 

@@ -396,13 +396,10 @@ class Supervisor:
 
     def _stop_all(self) -> int:
         """Stops all remaining ranks; returns the exit code."""
+        why = f"the agent got signal {self._signal}" if self._signal else "the job ends"
         for replica in self._replicas.values():
             if replica.ranks:
-                self._begin_stop(
-                    replica,
-                    "stop",
-                    f"the agent got signal {self._signal}" if self._signal else "the job ends",
-                )
+                self._begin_stop(replica, "stop", why)
             elif replica.state == "waiting":
                 replica.state = "finished"
         while any(replica.ranks for replica in self._replicas.values()):
@@ -438,9 +435,8 @@ class Supervisor:
         return 0 if any(replica.state == "finished" for replica in self._replicas.values()) else 1
 
     def _tell(self, event: Event) -> None:
-        level = (
-            logging.DEBUG if self._signal or event.exit_code == 0 else logging.INFO
-        )  # these ends are expected
+        expected = self._signal or event.exit_code == 0
+        level = logging.DEBUG if expected else logging.INFO
         detail = f": {event.detail}" if event.detail else ""
         if event.kind == "rank_exited":
             log.log(level, "replica %d: rank %s %s", event.replica, event.rank, event.detail)
